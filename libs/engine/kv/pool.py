@@ -1,0 +1,43 @@
+"""The bytes of a KV pool: one anonymous shared-memory file, mapped by its owner and by every peer that pulls."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+from libs.engine.kv.layout import KvLayout
+
+
+class KvPool:
+    """`num_blocks` blocks of `layout`, zeroed. `fd` is what a peer on this host maps.
+
+    Holds bytes only: which block belongs to whom is `KvCache`'s business.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.num_bytes = layout.block_bytes * num_blocks
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.num_bytes)
+        self.map = mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # kernels without shared huge pages
+            self.map.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self.map)
+
+    def block(self, block_id: int) -> memoryview:
+        """The bytes of one block. Raises IndexError outside the pool."""
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of a pool of {self.num_blocks}")
+        start = block_id * self.layout.block_bytes
+        return self.view[start : start + self.layout.block_bytes]
+
+    def close(self) -> None:
+        """Gives the file back; the mapping goes once no tensor uses it any more. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.view.release()
+            with contextlib.suppress(BufferError):
+                self.map.close()

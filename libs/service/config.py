@@ -1,0 +1,147 @@
+"""Configuration: read once in a `__main__`, frozen, handed on.
+
+Each field is set by `BATON_<FIELD>` in the environment, e.g. `BATON_KV_BLOCK_SIZE=32`, or by the flag of the
+same name of a `baton` command; flags win. `None` means "decide from the machine", which `resolve` does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
+
+from libs.wire.subjects import check_id
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of all services; each reads its own."""
+
+    # where
+    nats_url: str = "nats://127.0.0.1:4222"
+    state_dir: Path = Path("~/.local/state/baton")
+    instance_id: str = ""  # "": made from role, host and process id
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_endpoint: str | None = None  # also OTEL_EXPORTER_OTLP_ENDPOINT
+
+    # model and engine
+    model: str = "smollm2"  # path of a GGUF file or Hugging Face folder, or an embedded name
+    served_name: str | None = None  # None: the checkpoint's own name
+    engine: Literal["torch", "fake"] = "torch"  # fake: scripted tokens, for tests and load tests
+    threads: int | None = None  # None: all cores, halved where prefill and decode share them
+    kv_block_size: int = 16  # tokens
+    kv_dtype: Literal["f16", "f32"] = "f16"
+    kv_cache_mib: int | None = None  # per worker; None: 1/8 of memory, 64 to 2048 MiB
+    max_batch: int = 32  # sequences in one step
+    max_step_tokens: int = 512  # tokens in one step, so also the longest chunk of a prompt
+    max_queue: int = 256  # sequences that wait in one worker; more are refused
+    lease_s: float = 30.0
+    pull_timeout_s: float = 5.0
+    heartbeat_s: float = 0.5
+    drain_timeout_s: float = 30.0
+
+    # placement
+    local_prefill_tokens: int = 64  # decode computes an uncached suffix up to this itself, if most was cached
+
+    # gateway
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_inflight: int = 256  # requests a gateway owns at once; more are refused with 429
+    request_timeout_s: float = 600.0
+    default_max_tokens: int | None = None  # None: to the end of the context
+    max_body_bytes: int = 8 * 1024 * 1024
+
+    @property
+    def run_dir(self) -> Path:
+        """Sockets and process ids; emptied by a restart of the machine without loss."""
+        return self.state_dir / "run"
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.state_dir / "traces"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.state_dir / "logs"
+
+
+def load(environ: Mapping[str, str], **flags: Any) -> Settings:
+    """Settings from `BATON_*` variables and flags (None: not given). Raises ConfigError, naming the setting."""
+    hints = get_type_hints(Settings)
+    known = {f"BATON_{field.name.upper()}": field.name for field in fields(Settings)}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if variable.startswith("BATON_"):
+            if variable not in known:
+                raise ConfigError(
+                    f"{variable} is not a setting; did you mean one of {_near(variable, known)}?"
+                )
+            values[known[variable]] = _parse(variable, text, hints[known[variable]])
+    if "otlp_endpoint" not in values and environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        values["otlp_endpoint"] = environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    values.update({name: value for name, value in flags.items() if value is not None})
+    settings = replace(Settings(), **values)
+    state_dir = Path(settings.state_dir).expanduser().absolute()
+    settings = replace(settings, state_dir=state_dir)
+    _check(settings)
+    return settings
+
+
+def instance_id(settings: Settings, service: str) -> str:
+    """The configured id, or one that no other process on this network has."""
+    if settings.instance_id:
+        return check_id(settings.instance_id)
+    host = "".join(c if c.isalnum() or c in "_-" else "-" for c in socket.gethostname())[:40]
+    return check_id(f"{service}-{host}-{os.getpid()}")
+
+
+def _parse(variable: str, text: str, hint: Any) -> Any:
+    choices = get_args(hint)
+    if choices and isinstance(hint, UnionType):
+        if text == "":
+            return None
+        hint = next(choice for choice in choices if choice is not type(None))
+        choices = ()
+    if choices:  # Literal
+        if text not in choices:
+            raise ConfigError(f"{variable}={text!r}: must be one of {', '.join(choices)}")
+        return text
+    try:
+        return hint(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r}: must be a {hint.__name__}") from None
+
+
+def _check(settings: Settings) -> None:
+    positive = ("kv_block_size", "max_batch", "max_step_tokens", "max_queue", "lease_s", "pull_timeout_s",
+                "heartbeat_s", "max_inflight", "request_timeout_s", "max_body_bytes")  # fmt: skip
+    for name in positive:
+        if getattr(settings, name) <= 0:
+            raise ConfigError(f"{name}={getattr(settings, name)}: must be above 0")
+    for name in ("kv_cache_mib", "threads", "default_max_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name}={value}: must be above 0")
+    if not 0 <= settings.port <= 65535:
+        raise ConfigError(f"port={settings.port}: must be 0 to 65535")
+    if settings.local_prefill_tokens < 0:
+        raise ConfigError(f"local_prefill_tokens={settings.local_prefill_tokens}: must be 0 or more")
+    if settings.instance_id:
+        try:
+            check_id(settings.instance_id)
+        except ValueError as error:
+            raise ConfigError(f"instance_id: {error}") from None
+
+
+def _near(variable: str, known: Mapping[str, str]) -> str:
+    import difflib
+
+    return ", ".join(difflib.get_close_matches(variable, known, n=3, cutoff=0.3) or sorted(known)[:3])
