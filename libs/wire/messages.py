@@ -203,16 +203,29 @@ class Release(Message, frozen=True, kw_only=True, tag="release/1"):
     lease_id: str
 
 
+class Released(Message, frozen=True, kw_only=True, tag="released/1"):
+    """Reply to Release. `live`: the lease had held until now, so all bytes copied under it were whole.
+
+    A puller uses what it copied only after this answer: no clock of another machine is trusted.
+    """
+
+    live: bool
+
+
 # ---------------------------------------------------------------- to the gateway
 
 
 class Delta(Part, frozen=True, kw_only=True, tag="delta", tag_field="kind"):
-    """Tokens `seq`, `seq + 1`, ... of a request's answer, counted from 0."""
+    """Tokens `seq`, `seq + 1`, ... of a request's answer, counted from 0.
+
+    `cached_tokens` comes with token 0: a gateway that ends the request at a stop string sees no Finished.
+    """
 
     request_id: str
     attempt: int
     seq: int
     tokens: tuple[Token, ...]
+    cached_tokens: int | None = None
 
 
 class Finished(Part, frozen=True, kw_only=True, tag="finished", tag_field="kind"):

@@ -1,0 +1,146 @@
+"""Blocks through shared memory, between processes of one host.
+
+The holder's pool is an anonymous memory file. A peer connects to the holder's Unix socket once, is sent the
+file's descriptor (SCM_RIGHTS) with a line that describes the pool, maps it read-only, and from then on pulls
+with plain copies: no byte and no message passes through the holder's process.
+
+    holder                                   puller
+      listen  <state>/run/decode-1.sock  <---- connect
+      {"worker_id": ..., "epoch": ...} + fd --> mmap(fd, PROT_READ)
+                                              copy, copy, copy ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from libs.engine.kv.pool import KvPool
+from libs.transfer.interface import Copy, PoolInfo, TransferError
+
+SCHEME = "shm"
+_HELLO_BYTES = 4096
+_MAX_PATH_BYTES = 107  # sun_path of sockaddr_un, less its end
+
+
+class ShmExporter:
+    """Hands the descriptor of `pool` to every peer that connects to `path`, which only this user can."""
+
+    def __init__(self, pool: KvPool, info: PoolInfo, path: Path) -> None:
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            raise ValueError(
+                f"socket path {path} is longer than {_MAX_PATH_BYTES} bytes; use a shorter state dir"
+            )
+        self._pool = pool
+        self._hello = msgspec.json.encode(asdict(info))
+        self._path = path
+        self._listener: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{SCHEME}://{self._path}"
+
+    async def start(self) -> None:
+        """Listens; a socket file left by an earlier process of this id is replaced."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self._path))
+        self._path.chmod(0o600)
+        listener.listen(64)
+        listener.setblocking(False)
+        self._listener = listener
+        self._task = asyncio.create_task(self._accept(listener), name="shm-exporter")
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(listener)
+            # One small packet into an empty buffer: never blocks; a peer that has gone is its own problem.
+            with peer, contextlib.suppress(OSError):
+                socket.send_fds(peer, [self._hello], [self._pool.fd])
+
+    async def close(self) -> None:
+        """Stops handing out the pool; peers that have it mapped keep their mapping. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+
+
+class ShmLink:
+    """A peer's pool, mapped read-only into this process."""
+
+    def __init__(self, own: KvPool, info: PoolInfo, fd: int) -> None:
+        self.info = info
+        self._own = own
+        self._map = mmap.mmap(fd, info.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._theirs = np.frombuffer(self._map, dtype=np.uint8)
+
+    def pull(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks, run by run, without holding the GIL. Raises TransferError for a block they lack."""
+        size = self._own.layout.block_bytes
+        for theirs, ours, count in runs(copies):
+            if theirs < 0 or theirs + count > self.info.num_blocks:
+                raise TransferError(f"{self.info.worker_id} has no block {theirs + count - 1}")
+            target = np.frombuffer(self._own.blocks(ours, count), dtype=np.uint8)
+            np.copyto(target, self._theirs[theirs * size : (theirs + count) * size])
+
+    def close(self) -> None:
+        del self._theirs
+        self._map.close()
+
+
+def connect(endpoint: str, own: KvPool, timeout_s: float) -> ShmLink:
+    """Maps the pool exported at `endpoint`. Blocks up to `timeout_s`. Raises TransferError."""
+    path = urlsplit(endpoint).path
+    fds: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.settimeout(timeout_s)
+            peer.connect(path)
+            hello, fds, _, _ = socket.recv_fds(peer, _HELLO_BYTES, 1)
+        info = msgspec.json.decode(hello, type=PoolInfo)
+        if len(fds) != 1:
+            raise TransferError(f"{endpoint} sent no descriptor")
+        if info.layout != own.layout.fingerprint:
+            raise TransferError(f"{info.worker_id} has KV layout {info.layout}, not {own.layout.fingerprint}")
+        if (
+            info.num_bytes != info.num_blocks * own.layout.block_bytes
+            or os.fstat(fds[0]).st_size < info.num_bytes
+        ):
+            raise TransferError(f"{info.worker_id} describes a pool of another size than it sent")
+        return ShmLink(own, info, fds[0])
+    except (OSError, msgspec.DecodeError) as error:
+        raise TransferError(f"cannot map the pool at {endpoint}: {error}") from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def runs(copies: Sequence[Copy]) -> list[tuple[int, int, int]]:
+    """Joins copies that are consecutive on both sides: (their first block, our first block, count)."""
+    joined: list[tuple[int, int, int]] = []
+    for theirs, ours in copies:
+        if joined:
+            first_theirs, first_ours, count = joined[-1]
+            if theirs == first_theirs + count and ours == first_ours + count:
+                joined[-1] = (first_theirs, first_ours, count + 1)
+                continue
+        joined.append((theirs, ours, 1))
+    return joined

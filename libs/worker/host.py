@@ -1,0 +1,299 @@
+"""What a prefill and a decode worker have in common: an engine, its pool, and the pool's place in the cluster.
+
+    Host.start   connect, load the model, export the pool, answer peers, beat
+    Host.serve   run until told to stop, then drain: no new work, finish the old, let peers pull, leave
+
+A worker of either role gives the host its handlers (`Role`) and otherwise only uses its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from libs.engine.engine import Engine
+from libs.engine.kv.cache import KvCache
+from libs.engine.kv.leases import LeaseTable
+from libs.engine.kv.pool import KvPool
+from libs.engine.plan import Runner
+from libs.engine.scheduler import Scheduler, SchedulerConfig
+from libs.engine.step import StepEvent
+from libs.service.bus import Bus, Incoming
+from libs.service.config import Settings
+from libs.service.logs import get_logger
+from libs.service.telemetry import Telemetry
+from libs.transfer.interface import PoolInfo
+from libs.transfer.links import Links
+from libs.transfer.shm import ShmExporter
+from libs.wire import messages as wire
+from libs.wire import subjects
+from libs.wire.errors import Code, RequestRefused
+from libs.worker.blocks import BlockFeed, Pins
+from libs.worker.card import ModelCard
+from libs.worker.outbox import Outbox
+from libs.worker.pull import PrefixPuller
+
+State = Literal["serving", "draining", "stopped"]
+EVENT_INTERVAL_S = 0.05
+REAP_INTERVAL_S = 0.25
+DRAIN_POLL_S = 0.02
+STOP_TIMEOUT_S = 10.0  # for the step that runs
+log = get_logger()
+
+
+class Worker(Protocol):
+    """What a role adds to a host."""
+
+    async def start(self) -> None:
+        """Subscribes the role's own subjects."""
+        ...
+
+    def on_step(self, events: list[StepEvent]) -> None:
+        """Called after every engine step, before finished sequences give their blocks back."""
+        ...
+
+    def abort(self, request_id: str, attempt: int) -> None: ...
+
+    def leases_expired(self, lease_ids: list[str]) -> None:
+        """Nobody released these in time."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests this worker still owes an end."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is, in this life of its process."""
+
+    role: wire.Role
+    worker_id: str
+    epoch: int  # ns since 1970
+
+
+class Host:
+    """The parts of one worker, wired together. Owned by the event loop's thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Settings,
+        bus: Bus,
+        telemetry: Telemetry,
+        card: ModelCard,
+        pool: KvPool,
+        runner: Runner,
+    ) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.bus = bus
+        self.telemetry = telemetry
+        self.card = card
+        self.kv = KvCache(pool.num_blocks, card.layout.block_size)
+        self.engine = Engine(self.kv, Scheduler(self.kv, _sizes(settings)), runner, self._on_step)
+        self.leases = LeaseTable(self.kv)
+        self.outbox = Outbox(bus)
+        self.links = Links(pool)
+        self.room = asyncio.Lock()  # held while waiting for free blocks: first come, first served
+        self.state: State = "serving"
+        self._pool = pool
+        self._exporter = _exporter(identity, settings, card, pool)
+        self.pool_ref = wire.PoolRef(
+            worker_id=identity.worker_id,
+            endpoint=self._exporter.endpoint,
+            epoch=identity.epoch,
+            layout=card.layout.fingerprint,
+        )
+        self.puller = PrefixPuller(
+            self.kv,
+            bus,
+            self.outbox,
+            self.links,
+            card.layout.fingerprint,
+            timeout_s=settings.pull_timeout_s,
+            lease_s=settings.lease_s,
+        )
+        self._feed = BlockFeed(self.kv, identity.worker_id, identity.epoch)
+        self._pins = Pins(self.kv, self.leases, self.pool_ref)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._worker: Worker | None = None
+
+    def _on_step(self, events: list[StepEvent]) -> None:
+        assert self._worker is not None
+        self._worker.on_step(events)
+
+    async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains within `drain_timeout_s` and leaves nothing behind."""
+        try:
+            await self._start(worker)
+            await self._until_stopped(stop)
+            await self._drain(worker)
+        finally:
+            await self._close(worker)
+
+    async def _until_stopped(self, stop: asyncio.Event) -> None:
+        """Returns when told to stop. Raises what ended one of the loops, the engine's among them."""
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if self.engine.broken is not None:
+            raise RuntimeError("the engine is broken") from self.engine.broken
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"{task.get_name()} ended")
+
+    @property
+    def is_serving(self) -> bool:
+        """All subscriptions are made and the engine runs."""
+        return bool(self._tasks) and self.state == "serving"
+
+    def refuse_if_draining(self) -> None:
+        """Raises RequestRefused once the worker is on its way out."""
+        if self.state != "serving":
+            text = f"{self.identity.worker_id} is draining"
+            raise RequestRefused(Code.DRAINING, text, retryable=True, retry_after_s=1.0)
+
+    async def _start(self, worker: Worker) -> None:
+        who = self.identity
+        self._worker = worker
+        await self._exporter.start()
+        await self.bus.subscribe(subjects.pin(who.worker_id), (wire.Pin,), self._pins.pin)
+        await self.bus.subscribe(subjects.release(who.worker_id), (wire.Release,), self._pins.release)
+        await self.bus.subscribe(subjects.dump(who.worker_id), (wire.DumpRequest,), self._dump)
+
+        async def status(message: wire.StatusRequest, incoming: Incoming) -> wire.ServiceStatus:
+            return self._status(worker.num_requests)
+
+        async def abort(message: wire.Abort, incoming: Incoming) -> None:
+            worker.abort(message.request_id, message.attempt)
+
+        await self.bus.subscribe(subjects.STATUS, (wire.StatusRequest,), status)
+        await self.bus.subscribe(subjects.abort(who.worker_id), (wire.Abort,), abort)
+        await self.bus.subscribe(subjects.ABORT_ALL, (wire.Abort,), abort)
+        await worker.start()
+        loops = {
+            "engine": self.engine.run(),
+            "outbox": self.outbox.run(),
+            "heartbeat": self._beat(worker),
+            "block events": self._publish_events(),
+            "lease reaper": self._reap(worker),
+        }
+        self._tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+        log.info("serving", model=self.card.name, kv_blocks=self.kv.total, endpoint=self.pool_ref.endpoint)
+
+    async def _drain(self, worker: Worker) -> None:
+        """No new work; the old ends; peers finish pulling. In that order, all within one deadline."""
+        self.state = "draining"
+        self._heartbeat(worker)
+        deadline_s = time.monotonic() + self.settings.drain_timeout_s
+        log.info("draining", requests=worker.num_requests, leases=self.leases.count)
+        # Two owners, one of them a table: there is no single event to wait for.
+        while (worker.num_requests or self.leases.count) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
+        if worker.num_requests or self.leases.count:
+            log.warning("drain deadline passed", requests=worker.num_requests, leases=self.leases.count)
+
+    async def _close(self, worker: Worker) -> None:
+        self.state = "stopped"
+        await worker.close()
+        if self._tasks:
+            await self.engine.stop(STOP_TIMEOUT_S)
+            self._heartbeat(worker)
+            await self.outbox.flush(timeout_s=2.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.links.close()
+        await self._exporter.close()
+        self._pool.close()
+
+    async def _beat(self, worker: Worker) -> None:
+        while True:
+            self._heartbeat(worker)
+            await asyncio.sleep(self.settings.heartbeat_s)
+
+    def _heartbeat(self, worker: Worker) -> None:
+        who, card = self.identity, self.card
+        beat = wire.Heartbeat(
+            worker_id=who.worker_id,
+            role=who.role,
+            epoch=who.epoch,
+            model=card.name,
+            model_fingerprint=card.fingerprint,
+            layout=card.layout.fingerprint,
+            context_length=card.context_length,
+            block_size=card.layout.block_size,
+            load=self._load(worker.num_requests),
+            state=self.state,
+        )
+        self.outbox.put(subjects.heartbeat(who.role, who.worker_id), beat)
+
+    def _load(self, num_requests: int) -> wire.Load:
+        running = self.engine.scheduler.num_running
+        return wire.Load(
+            waiting=max(num_requests - running, 0),
+            running=running,
+            blocks_free=self.kv.free,
+            blocks_cached=self.kv.cached,
+            blocks_total=self.kv.total,
+            queue_limit=self.settings.max_queue,
+        )
+
+    async def _publish_events(self) -> None:
+        subject = subjects.block_events(self.identity.worker_id)
+        while True:
+            await asyncio.sleep(EVENT_INTERVAL_S)
+            for message in self._feed.take():
+                self.outbox.put(subject, message)
+
+    async def _reap(self, worker: Worker) -> None:
+        """On a timer, not on new work: an idle worker gives expired leases back too."""
+        while True:
+            await asyncio.sleep(REAP_INTERVAL_S)
+            if expired := self.leases.reap(time.monotonic()):
+                log.warning("leases expired", count=len(expired))
+                worker.leases_expired(expired)
+
+    async def _dump(self, request: wire.DumpRequest, incoming: Incoming) -> wire.Dump:
+        return self._feed.dump(request)
+
+    def _status(self, num_requests: int) -> wire.ServiceStatus:
+        return wire.ServiceStatus(
+            service=self.identity.role,
+            instance_id=self.identity.worker_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_ns=self.identity.epoch,
+            state=self.state,
+            model=self.card.name,
+            load=self._load(num_requests),
+            detail={"leases": self.leases.count, "layout": self.card.layout.fingerprint},
+        )
+
+
+def _exporter(identity: Identity, settings: Settings, card: ModelCard, pool: KvPool) -> ShmExporter:
+    info = PoolInfo(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        layout=card.layout.fingerprint,
+        num_blocks=pool.num_blocks,
+        num_bytes=pool.num_bytes,
+    )
+    return ShmExporter(pool, info, settings.run_dir / f"{identity.worker_id}.sock")
+
+
+def _sizes(settings: Settings) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_rows=settings.max_batch, max_step_tokens=settings.max_step_tokens, max_queue=settings.max_queue
+    )

@@ -1,0 +1,61 @@
+"""A worker's process, of either role: from settings to serving, and back to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from libs.checkpoint.errors import CheckpointError
+from libs.checkpoint.open import open_checkpoint, resolve_model
+from libs.engine.build import build_runner
+from libs.engine.kv.pool import KvPool
+from libs.service import logs, process
+from libs.service.bus import Bus
+from libs.service.config import Settings, instance_id
+from libs.service.telemetry import Telemetry
+from libs.wire.errors import BusError
+from libs.wire.messages import Role
+from libs.worker.capacity import kv_blocks
+from libs.worker.card import card_of
+from libs.worker.host import Host, Identity, Worker
+
+log = logs.get_logger(__name__)
+
+
+def run_worker(role: Role, settings: Settings, make: Callable[[Host], Worker]) -> int:
+    """Runs one worker until it is told to stop. Returns the exit status."""
+    identity = Identity(role, instance_id(settings, role), time.time_ns())
+    logs.configure(role, identity.worker_id, settings)
+
+    async def main(stop: asyncio.Event) -> int:
+        try:
+            await _serve(identity, settings, make, stop)
+        except (CheckpointError, BusError, ValueError) as error:  # what the user can mend
+            log.error("cannot serve", error=str(error))
+            return 1
+        return 0
+
+    return process.run(main)
+
+
+async def _serve(
+    identity: Identity, settings: Settings, make: Callable[[Host], Worker], stop: asyncio.Event
+) -> None:
+    async with await Bus.connect(settings.nats_url, identity.worker_id) as bus:
+        telemetry = Telemetry.start(identity.role, identity.worker_id, settings)
+        try:
+            log.info("loading", model=settings.model, engine=settings.engine)
+            host = await asyncio.to_thread(_build, identity, settings, bus, telemetry)
+            await host.serve(make(host), stop)
+            await bus.drain()
+        finally:
+            telemetry.shutdown()
+
+
+def _build(identity: Identity, settings: Settings, bus: Bus, telemetry: Telemetry) -> Host:
+    checkpoint = open_checkpoint(resolve_model(settings.model))
+    card = card_of(checkpoint, settings)
+    pool = KvPool(card.layout, kv_blocks(card.layout, settings.kv_cache_mib))
+    runner = build_runner(checkpoint, pool, settings)
+    return Host(identity, settings, bus, telemetry, card, pool, runner)

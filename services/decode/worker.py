@@ -1,0 +1,202 @@
+"""The decode worker: owns a request from its first token to its end.
+
+Its prompt comes from a prefill worker (`remote_prefill`), or it computes it itself; when a handoff fails, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+
+from libs.engine.kv.names import root_name
+from libs.engine.sequence import Sequence
+from libs.engine.step import StepEvent
+from libs.service.bus import Incoming
+from libs.service.logs import get_logger
+from libs.wire import subjects
+from libs.wire.errors import Code, RequestRefused
+from libs.wire.messages import Accepted, FinishReason, Generate, Offer, OfferFailed, Release
+from libs.worker.admit import pull_and_submit
+from libs.worker.attempts import Attempts, engine_id
+from libs.worker.host import Host
+from services.decode.handoff import HandoffFailed, Intake, TakenOver
+from services.decode.spans import Spans
+from services.decode.stream import Stream, Streams
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class Job:
+    """One request in this worker, from its acceptance to its end."""
+
+    request: Generate
+    context: Context
+    seq: Sequence
+    stream: Stream
+    spans: Spans
+    intake: Intake = field(default_factory=Intake)
+    task: asyncio.Task[None] | None = None
+
+
+class DecodeWorker:
+    """Implements `libs.worker.host.Worker`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._streams = Streams(host.outbox, host.identity.worker_id)
+        self._attempts = Attempts()
+        self._jobs: dict[str, Job] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._jobs)
+
+    async def start(self) -> None:
+        bus, worker_id = self._host.bus, self._host.identity.worker_id
+        await bus.subscribe(subjects.offer(worker_id), (Offer, OfferFailed), self._offer)
+        await bus.subscribe(subjects.submit("decode", worker_id), (Generate,), self._submit)
+        await bus.subscribe(subjects.submit_any("decode"), (Generate,), self._submit, queue="decode")
+
+    async def close(self) -> None:
+        for job in list(self._jobs.values()):
+            self._fail(job, Code.DRAINING, "the decode worker stopped", retryable=True)
+        self._streams.flush()
+
+    async def _submit(self, request: Generate, incoming: Incoming) -> Accepted:
+        host = self._host
+        host.refuse_if_draining()
+        host.card.check_prompt(request.prompt)
+        if self._attempts.is_void(request.request_id, request.attempt):
+            raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
+        self._check_room(request)
+        if self._attempts.begin(request.request_id, request.attempt):
+            job = self._job(request, incoming.context)
+            self._jobs[job.seq.request_id] = job
+            work = self._take_over(job) if request.remote_prefill else self._compute(job)
+            job.task = asyncio.create_task(work, name=f"request {job.seq.request_id}")
+        return Accepted(worker_id=host.identity.worker_id)
+
+    def _check_room(self, request: Generate) -> None:
+        host = self._host
+        if len(self._jobs) >= host.settings.max_queue + host.settings.max_batch:
+            text = f"{host.identity.worker_id} has {len(self._jobs)} requests"
+            raise RequestRefused(Code.OVERLOADED, text, retryable=True, retry_after_s=1.0)
+        if host.card.layout.blocks_for(len(request.prompt) + 1) > host.kv.total:
+            room = host.kv.total * host.card.layout.block_size
+            text = (
+                f"a prompt of {len(request.prompt)} tokens never fits a KV pool of {room}; raise kv_cache_mib"
+            )
+            raise RequestRefused(Code.CAPACITY_EXCEEDED, text, retryable=False)
+
+    def _job(self, request: Generate, context: Context) -> Job:
+        card = self._host.card
+        seq = Sequence(
+            request_id=engine_id(request.request_id, request.attempt),
+            root=root_name(card.fingerprint, card.layout.fingerprint, request.tenant),
+            tokens=list(request.prompt),
+            num_prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
+            limits=request.limits,
+            deadline_ns=request.deadline_ns,
+        )
+        stream = Stream(request.request_id, request.attempt, request.gateway_id, context)
+        return Job(request, context, seq, stream, Spans(self._host.telemetry, context, request))
+
+    async def _offer(self, offer: Offer | OfferFailed, incoming: Incoming) -> None:
+        """An offer that nobody waits for (any more) is given back at once."""
+        job = self._jobs.get(engine_id(offer.request_id, offer.attempt))
+        wanted = job is not None and job.intake.put(offer)
+        if not wanted and isinstance(offer, Offer):
+            release = Release(lease_id=offer.lease_id)
+            self._host.outbox.put(subjects.release(offer.pool.worker_id), release)
+
+    async def _take_over(self, job: Job) -> None:
+        """Remote prefill: pull the prompt, send the first token, go on decoding."""
+        try:
+            taken = await job.intake.take_over(self._host, job.seq, job.context)
+        except HandoffFailed as error:
+            log.warning("handoff failed, computing", request_id=job.request.request_id, error=error.message)
+            job.spans.handoff_failed(error.message, time.time_ns())
+            await self._compute(job)
+            return
+        self._begin(job, taken)
+
+    def _begin(self, job: Job, taken: TakenOver) -> None:
+        first, now_ns = taken.first, time.time_ns()
+        job.seq.num_cached = first.cached_tokens
+        job.spans.handed_off(first.computed_ns, now_ns, taken.pulled_tokens)
+        reason = job.seq.append(first.token.id)
+        self._streams.tokens(job.stream, (first.token,))
+        if reason is None:
+            self._submit_to_engine(job)
+        else:  # prefill's token was the last one: not a single decode step
+            self._host.kv.release(job.seq)
+            self._finish(job, reason, now_ns)
+        job.spans.first_token(now_ns, time.time_ns())
+        self._streams.flush()
+
+    def _submit_to_engine(self, job: Job) -> None:
+        try:
+            self._host.engine.submit(job.seq)
+        except RequestRefused as error:
+            self._host.kv.release(job.seq)
+            self._fail(job, error.code, error.message, retryable=error.retryable)
+
+    async def _compute(self, job: Job) -> None:
+        """No prefill worker, or a failed handoff: the prompt is computed here, from whatever is known of it."""
+        sources = job.request.sources
+        if sources:
+            job.spans.waited(time.time_ns())
+        try:
+            resumed_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
+            job.spans.waits_from(resumed_ns)
+        except RequestRefused as error:
+            self._fail(job, error.code, error.message, retryable=error.retryable)
+            self._streams.flush()
+
+    def on_step(self, events: list[StepEvent]) -> None:
+        for event in events:
+            job = self._jobs.get(event.seq.request_id)
+            if job is not None:
+                self._advance(job, event)
+        self._streams.flush()
+
+    def _advance(self, job: Job, event: StepEvent) -> None:
+        job.spans.step(event.started_ns, event.ended_ns, job.seq, drew=bool(event.tokens))
+        if event.tokens:
+            self._streams.tokens(job.stream, event.tokens)
+        if event.error is not None:
+            error = event.error
+            self._fail(job, error.code, error.message, retryable=error.retryable)
+        elif event.reason is not None:
+            self._finish(job, event.reason, event.ended_ns)
+
+    def _finish(self, job: Job, reason: FinishReason, now_ns: int) -> None:
+        self._streams.finish(job.stream, reason, job.seq.num_cached)
+        job.spans.end(now_ns, job.stream.num_sent, reason)
+        self._jobs.pop(job.seq.request_id, None)
+
+    def _fail(self, job: Job, code: Code, message: str, *, retryable: bool) -> None:
+        self._streams.fail(job.stream, code, message, retryable=retryable)
+        self._drop(job, code)
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Gives back what this attempt and older ones of the request hold here. Idempotent."""
+        self._attempts.abort(request_id, attempt)
+        for job in [job for job in self._jobs.values() if job.request.request_id == request_id]:
+            if job.request.attempt <= attempt:
+                self._drop(job, Code.ABORTED)
+
+    def leases_expired(self, lease_ids: list[str]) -> None:
+        """Leases here are pins of peers: what they did not fetch in time, they compute."""
+
+    def _drop(self, job: Job, code: Code) -> None:
+        self._jobs.pop(job.seq.request_id, None)
+        if job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()  # while pulling: gives its blocks back by itself, once no thread writes to them
+        self._host.engine.abort(job.seq.request_id)
+        job.spans.end(time.time_ns(), job.stream.num_sent, code)
