@@ -1,0 +1,59 @@
+"""A model that was opened: everything about it is known, and its weights can be read one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libs.checkpoint.config import ModelConfig
+from libs.checkpoint.fingerprint import fingerprint_files
+from libs.checkpoint.tokenizer_data import GgufTokenizer, HfTokenizer
+
+
+class Weights(Protocol):
+    """Where tensors come from. Implementations are safe to use from several threads."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names (see `parameters`), in the order of their use."""
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """A fresh array. Raises KeyError for a name that is not in `names`, CheckpointError for bad bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Opening checked every tensor's presence, shape, type and place; reading one can only fail on I/O."""
+
+    config: ModelConfig
+    path: Path
+    tokenizer: GgufTokenizer | HfTokenizer
+    chat_template: str | None  # Jinja source
+    eos_token_ids: tuple[int, ...]
+    content_files: tuple[Path, ...]  # what `fingerprint` covers: weights, and config where it is a file
+    weights: Weights
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Canonical names, e.g. `layers.0.q.weight`; `head.weight` is absent when it is tied to `embed`."""
+        return self.weights.names
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """A weight, freshly dequantised: [out, in], or [out] for norms and biases.
+
+        Rows of q and k are in the order for rotation by halves, whatever the file's order. Raises KeyError
+        for an unknown name, CheckpointError where the file changed or cannot be read any more.
+        """
+        return self.weights.read(name)
+
+    def fingerprint(self, cache_dir: Path) -> str:
+        """SHA-256 (hex) over the content of the files; equal on every machine that has the same files.
+
+        Digests are remembered in `cache_dir`, so only the first call for a file reads it. Raises
+        CheckpointError where a file cannot be read.
+        """
+        return fingerprint_files(self.content_files, cache_dir)
