@@ -6,15 +6,35 @@ same name of a `baton` command; flags win. `None` means "decide from the machine
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 from libs.wire.subjects import check_id
+
+_TYPE_NAMES: Final = {int: "a whole number", float: "a finite number", str: "text", Path: "a path"}
+_POSITIVE: Final = (
+    "threads",
+    "kv_block_size",
+    "kv_cache_mib",
+    "max_batch",
+    "max_step_tokens",
+    "max_queue",
+    "lease_s",
+    "pull_timeout_s",
+    "heartbeat_s",
+    "max_inflight",
+    "request_timeout_s",
+    "default_max_tokens",
+    "max_body_bytes",
+)
 
 
 class ConfigError(ValueError):
@@ -73,7 +93,7 @@ class Settings:
         return self.state_dir / "logs"
 
 
-def load(environ: Mapping[str, str], **flags: Any) -> Settings:
+def load(environ: Mapping[str, str], **flags: object) -> Settings:
     """Settings from `BATON_*` variables and flags (None: not given). Raises ConfigError, naming the setting."""
     hints = get_type_hints(Settings)
     known = {f"BATON_{field.name.upper()}": field.name for field in fields(Settings)}
@@ -87,23 +107,26 @@ def load(environ: Mapping[str, str], **flags: Any) -> Settings:
             values[known[variable]] = _parse(variable, text, hints[known[variable]])
     if "otlp_endpoint" not in values and environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         values["otlp_endpoint"] = environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
-    values.update({name: value for name, value in flags.items() if value is not None})
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = _parse(f"--{name.replace('_', '-')}", str(value), hints[name])
     settings = replace(Settings(), **values)
-    state_dir = Path(settings.state_dir).expanduser().absolute()
-    settings = replace(settings, state_dir=state_dir)
+    settings = replace(settings, state_dir=_absolute(settings.state_dir))
     _check(settings)
     return settings
 
 
 def instance_id(settings: Settings, service: str) -> str:
-    """The configured id, or one that no other process on this network has."""
+    """The configured id, or one that no other process on this network has: the same each time it is asked."""
     if settings.instance_id:
         return check_id(settings.instance_id)
-    host = "".join(c if c.isalnum() or c in "_-" else "-" for c in socket.gethostname())[:40]
+    # The end of a long name is what differs between the machines or pods of one cluster.
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[-40:]
     return check_id(f"{service}-{host}-{os.getpid()}")
 
 
-def _parse(variable: str, text: str, hint: Any) -> Any:
+def _parse(source: str, text: str, hint: Any) -> Any:
+    """`text` as the type that `hint` names: a class, `class | None` or a Literal of texts."""
     choices = get_args(hint)
     if choices and isinstance(hint, UnionType):
         if text == "":
@@ -112,28 +135,42 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
         choices = ()
     if choices:  # Literal
         if text not in choices:
-            raise ConfigError(f"{variable}={text!r}: must be one of {', '.join(choices)}")
+            raise ConfigError(f"{source}={text!r}: must be one of {', '.join(choices)}")
         return text
     try:
-        return hint(text)
+        value = hint(text)
     except ValueError:
-        raise ConfigError(f"{variable}={text!r}: must be a {hint.__name__}") from None
+        value = math.nan
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{source}={text!r}: must be {_TYPE_NAMES[hint]}")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    if str(path) in ("", "."):  # Path("") is the current directory, which nobody means by an empty setting
+        raise ConfigError(f"state_dir={str(path)!r}: must be the path of a directory of its own")
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"state_dir={str(path)!r}: {error}") from None
 
 
 def _check(settings: Settings) -> None:
-    positive = ("kv_block_size", "max_batch", "max_step_tokens", "max_queue", "lease_s", "pull_timeout_s",
-                "heartbeat_s", "max_inflight", "request_timeout_s", "max_body_bytes")  # fmt: skip
-    for name in positive:
-        if getattr(settings, name) <= 0:
-            raise ConfigError(f"{name}={getattr(settings, name)}: must be above 0")
-    for name in ("kv_cache_mib", "threads", "default_max_tokens"):
+    for name in _POSITIVE:
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}: must be above 0")
+    for name in ("local_prefill_tokens", "drain_timeout_s"):
+        if getattr(settings, name) < 0:
+            raise ConfigError(f"{name}={getattr(settings, name)}: must be 0 or more")
+    for name in ("nats_url", "model", "host"):
+        if not getattr(settings, name).strip():
+            raise ConfigError(f"{name}: must not be empty")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"port={settings.port}: must be 0 to 65535")
-    if settings.local_prefill_tokens < 0:
-        raise ConfigError(f"local_prefill_tokens={settings.local_prefill_tokens}: must be 0 or more")
+    endpoint = settings.otlp_endpoint
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_endpoint={endpoint!r}: must begin with http:// or https://")
     if settings.instance_id:
         try:
             check_id(settings.instance_id)
@@ -142,6 +179,4 @@ def _check(settings: Settings) -> None:
 
 
 def _near(variable: str, known: Mapping[str, str]) -> str:
-    import difflib
-
     return ", ".join(difflib.get_close_matches(variable, known, n=3, cutoff=0.3) or sorted(known)[:3])

@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _Nothing(Message, frozen=True, kw_only=True, tag="nothing/0"):
+class _Nothing(Message, frozen=True, kw_only=True, tag="nothing/0", forbid_unknown_fields=False):
     """Makes every decoder's type a union: a decoder of one kind alone would accept a missing version tag."""
 
 

@@ -50,7 +50,7 @@ async def _serve(
             await host.serve(make(host), stop)
             await bus.drain()
         finally:
-            telemetry.shutdown()
+            await asyncio.to_thread(telemetry.shutdown)
 
 
 def _build(identity: Identity, settings: Settings, bus: Bus, telemetry: Telemetry) -> Host:
