@@ -1,0 +1,281 @@
+"""The coordinator: hears what workers hold and do, and answers where a prompt should go.
+
+Everything it knows comes from heartbeats, block events and dumps, so it may be killed at any time: a new one knows
+the same within a second or two, and until then gateways do without. Several may run side by side. They share the
+queue group of Route and each hear all the rest, so their indexes agree; what another copy has placed is seen only
+once it shows in a worker's heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from libs.placement.policy import Policy
+from libs.placement.view import Prompt, Worker
+from libs.service.bus import Bus, Incoming
+from libs.service.config import Settings
+from libs.service.logs import get_logger
+from libs.wire import subjects
+from libs.wire.errors import Code, RequestRefused
+from libs.wire.messages import (
+    BlockEvents,
+    Done,
+    Heartbeat,
+    Placement,
+    Route,
+    ServiceStatus,
+    StatusRequest,
+)
+from services.cache.fleet import Change, Fleet
+from services.cache.index import BlockIndex
+from services.cache.load import InFlight, Share
+from services.cache.sync import Pages, Synchroniser
+
+QUEUE_GROUP = "cache"
+TICK_S = 0.2
+SWEEP_NAMES = 10_000  # a few ms of work
+SETTLE_TIMEOUT_S = 2.0  # for the first dumps to come in, before routes are taken
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the process began."""
+
+    routes: int = 0
+    refused: int = 0
+    lost_workers: int = 0
+    expired_requests: int = 0
+
+
+class Coordinator:
+    """Index, fleet and load of one process, wired to the bus by `serve`."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        settings: Settings,
+        policy: Policy,
+        fetch: Pages,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        loss_s = max(2.0, 4 * settings.heartbeat_s)
+        self.instance_id = instance_id
+        self.settings = settings
+        self.index = BlockIndex()
+        self.fleet = Fleet(loss_s)
+        self.in_flight = InFlight(settle_s=loss_s, expire_s=settings.request_timeout_s + loss_s)
+        self.sync = Synchroniser(self.index, fetch)
+        self.counters = Counters()
+        self.state = "starting"
+        self._policy = policy
+        self._clock = clock
+        self._last_tick_s = clock()
+        self._was_cut_off = False
+        self._started_ns = time.time_ns()
+
+    async def serve(self, bus: Bus, stop: asyncio.Event) -> None:
+        """Serves until `stop`. Raises what ended its timer.
+
+        Whoever owns the bus drains it next: routes that are already on their way here still get their answer.
+        """
+        timer = asyncio.create_task(self._run_timer(bus), name="coordinator timer")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await self._listen(bus)
+            await self._warm_up()
+            await bus.subscribe(subjects.ROUTE, (Route,), self.on_route, queue=QUEUE_GROUP)
+            self.state = "serving"
+            log.info("serving", workers=len(self.fleet), names=len(self.index))
+            await asyncio.wait([timer, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if timer.done():
+                timer.result()
+            self.state = "draining"
+        finally:
+            timer.cancel()
+            stopped.cancel()
+            await self.sync.close()
+            await asyncio.gather(timer, stopped, return_exceptions=True)
+
+    async def on_route(self, route: Route, incoming: Incoming | None = None) -> Placement:
+        """Raises RequestRefused(NO_WORKER) when no decode worker may take the prompt."""
+        self.counters.routes += 1
+        started_s = self._clock()
+        prompt = Prompt(num_tokens=route.num_tokens, exclude=frozenset(route.exclude))
+        workers = self._view(route)
+        placement = self._policy.place(prompt, workers)
+        if placement is None:
+            self.counters.refused += 1
+            raise self._no_worker(route, workers)
+        self.in_flight.dispatch(route.request_id, _shares(prompt, placement, workers), self._clock())
+        log.debug(
+            "placed",
+            request_id=route.request_id,
+            decode=placement.decode,
+            prefill=placement.prefill,
+            reason=placement.reason,
+            score=placement.score,
+            took_s=self._clock() - started_s,
+        )
+        return placement
+
+    async def on_done(self, done: Done, incoming: Incoming | None = None) -> None:
+        self.in_flight.end(done.request_id, self._clock())
+
+    async def on_events(self, events: BlockEvents, incoming: Incoming | None = None) -> None:
+        self.sync.receive(events)
+
+    async def on_heartbeat(self, heartbeat: Heartbeat, incoming: Incoming | None = None) -> None:
+        worker_id = heartbeat.worker_id
+        change = self.fleet.beat(heartbeat, self._clock())
+        if change is Change.IGNORED:
+            return
+        if change is not Change.SAME:
+            log.info("worker", worker_id=worker_id, change=change.value, role=heartbeat.role)
+            self.in_flight.lose(worker_id)
+        if change is Change.STOPPED:
+            self.sync.leave(worker_id)
+            return
+        if change is not Change.SAME:
+            self.sync.join(worker_id, heartbeat.epoch)
+            self._warn_of_strays()
+        self.in_flight.report(worker_id, heartbeat.load, self._clock())
+
+    async def on_status(self, request: StatusRequest, incoming: Incoming | None = None) -> ServiceStatus:
+        return ServiceStatus(
+            service="cache",
+            instance_id=self.instance_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_ns=self._started_ns,
+            state=self.state,
+            model=next((heartbeat.model for heartbeat in self.fleet.usable()), None),
+            inflight=self.in_flight.num_requests,
+            detail=self._detail(),
+        )
+
+    def tick(self, *, connected: bool) -> None:
+        """What time brings about: lost workers, expired requests, a piece of the index swept."""
+        now_s = self._clock()
+        was_deaf = now_s - self._last_tick_s > self.fleet.loss_s / 2  # stopped, or starved of CPU
+        self._last_tick_s = now_s
+        if was_deaf or not connected:
+            self.fleet.forgive(now_s)
+        if connected and self._was_cut_off:
+            self.sync.doubt_all()
+        self._was_cut_off = not connected
+        for worker_id in self.fleet.take_lost(now_s):
+            log.warning("worker lost", worker_id=worker_id, silent_s=self.fleet.loss_s)
+            self.counters.lost_workers += 1
+            self.in_flight.lose(worker_id)
+            self.sync.leave(worker_id)
+        self.counters.expired_requests += self.in_flight.expire(now_s)
+        self.index.sweep(SWEEP_NAMES)
+
+    async def _listen(self, bus: Bus) -> None:
+        await bus.subscribe(subjects.STATUS, (StatusRequest,), self.on_status)
+        await bus.subscribe(subjects.DONE, (Done,), self.on_done)
+        await bus.subscribe(
+            subjects.BLOCK_EVENTS,
+            (BlockEvents,),
+            self.on_events,
+            on_dropped=lambda dropped: self.sync.doubt_all(),
+        )
+        await bus.subscribe(subjects.HEARTBEATS, (Heartbeat,), self.on_heartbeat)
+
+    async def _warm_up(self) -> None:
+        """Hears every worker once and reads what it holds, before it takes routes: gateways do without so long.
+
+        A coordinator that answered earlier would say that there are no workers, or spoil the hits.
+        """
+        await asyncio.sleep(1.5 * self.settings.heartbeat_s)
+        await self.sync.settle(SETTLE_TIMEOUT_S)
+
+    async def _run_timer(self, bus: Bus) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick(connected=bus.is_connected)
+
+    def _view(self, route: Route) -> list[Worker]:
+        runs = self.index.runs(route.names)
+        return [
+            self._worker(heartbeat, runs.get(heartbeat.worker_id, 0)) for heartbeat in self.fleet.usable()
+        ]
+
+    def _worker(self, heartbeat: Heartbeat, hit_blocks: int) -> Worker:
+        standing = self.in_flight.of(heartbeat.worker_id)
+        load = heartbeat.load
+        return Worker(
+            worker_id=heartbeat.worker_id,
+            role=heartbeat.role,
+            block_size=heartbeat.block_size,
+            hit_blocks=hit_blocks,
+            requests=standing.requests,
+            queued_tokens=standing.queued_tokens,
+            blocks_used=standing.blocks_used,
+            blocks_total=load.blocks_total,
+            saturated=load.waiting >= load.queue_limit,
+            draining=heartbeat.state != "serving",
+            last_chosen=standing.last_chosen,
+        )
+
+    def _no_worker(self, route: Route, workers: list[Worker]) -> RequestRefused:
+        decoders = [worker for worker in workers if worker.role == "decode"]
+        draining = sum(worker.draining for worker in decoders)
+        excluded = sum(worker.worker_id in route.exclude for worker in decoders)
+        text = (
+            f"no decode worker can take the request: {len(decoders)} known, {draining} draining, "
+            f"{excluded} excluded after failing it"
+        )
+        return RequestRefused(Code.NO_WORKER, text, retryable=True, retry_after_s=1.0)
+
+    def _warn_of_strays(self) -> None:
+        if strays := self.fleet.strays():
+            log.warning("workers of another model or layout get no work", workers=_name_strays(strays))
+
+    def _detail(self) -> dict[str, str | int | float]:
+        roles = [heartbeat.role for heartbeat in self.fleet]
+        detail: dict[str, str | int | float] = {
+            "prefill_workers": roles.count("prefill"),
+            "decode_workers": roles.count("decode"),
+            "workers_in_sync": self.sync.num_in_sync,
+            "names": len(self.index),
+            "routes": self.counters.routes,
+            "refused": self.counters.refused,
+            "lost_workers": self.counters.lost_workers,
+            "expired_requests": self.counters.expired_requests,
+            "event_gaps": self.sync.num_gaps,
+            "dumps": self.sync.num_dumps,
+        }
+        if strays := self.fleet.strays():
+            detail["mismatch"] = _name_strays(strays)
+        return detail
+
+
+def _shares(prompt: Prompt, placement: Placement, workers: list[Worker]) -> dict[str, Share]:
+    """What the placement asks of each worker. Blocks that are pulled are not computed."""
+    by_id = {worker.worker_id: worker for worker in workers}
+    decode = by_id[placement.decode]
+    blocks = decode.blocks_for(prompt)
+    sources = placement.decode_sources if placement.prefill is None else placement.prefill_sources
+    computing = decode if placement.prefill is None else by_id[placement.prefill]
+    held_blocks = max([computing.hit_blocks, *(source.num_blocks for source in sources)])
+    tokens = max(1, prompt.num_tokens - held_blocks * computing.block_size)
+    shares = {decode.worker_id: Share(tokens=0, blocks=blocks)}
+    shares[computing.worker_id] = Share(tokens=tokens, blocks=blocks)
+    return shares
+
+
+def _name_strays(strays: list[Heartbeat]) -> str:
+    named = (
+        f"{stray.worker_id} (model {stray.model_fingerprint[:12]}, layout {stray.layout}, "
+        f"blocks of {stray.block_size})"
+        for stray in strays
+    )
+    return ", ".join(named)
