@@ -218,7 +218,8 @@ class Released(Message, frozen=True, kw_only=True, tag="released/1"):
 class Delta(Part, frozen=True, kw_only=True, tag="delta", tag_field="kind"):
     """Tokens `seq`, `seq + 1`, ... of a request's answer, counted from 0.
 
-    `cached_tokens` comes with token 0: a gateway that ends the request at a stop string sees no Finished.
+    With token 0 come `cached_tokens` (a gateway that ends the request at a stop string sees no Finished) and
+    `sent_ns`, when the token left the worker (ns since 1970), for the trace.
     """
 
     request_id: str
@@ -226,6 +227,7 @@ class Delta(Part, frozen=True, kw_only=True, tag="delta", tag_field="kind"):
     seq: int
     tokens: tuple[Token, ...]
     cached_tokens: int | None = None
+    sent_ns: int | None = None
 
 
 class Finished(Part, frozen=True, kw_only=True, tag="finished", tag_field="kind"):

@@ -25,6 +25,7 @@ from libs.engine.step import StepEvent
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
 from libs.service.logs import get_logger
+from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
 from libs.transfer.interface import PoolInfo
 from libs.transfer.links import Links
@@ -34,7 +35,6 @@ from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.worker.blocks import BlockFeed, Pins
 from libs.worker.card import ModelCard
-from libs.worker.outbox import Outbox
 from libs.worker.pull import PrefixPuller
 
 State = Literal["serving", "draining", "stopped"]

@@ -10,12 +10,12 @@ from libs.engine.kv.cache import KvCache
 from libs.engine.kv.names import block_names
 from libs.engine.sequence import Sequence
 from libs.service.bus import Bus
+from libs.service.outbox import Outbox
 from libs.transfer.interface import TransferError
 from libs.transfer.links import Links
 from libs.wire import subjects
 from libs.wire.errors import BatonError
 from libs.wire.messages import Pin, Pinned, PoolRef, Release, Released, Source
-from libs.worker.outbox import Outbox
 
 
 async def confirm(bus: Bus, pool: PoolRef, lease_id: str, timeout_s: float, context: Context) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
+from libs.service.outbox import Outbox
 from libs.wire import subjects
 from libs.wire.errors import Code
 from libs.wire.messages import Delta, Failed, Finished, FinishReason, StepOutput, Token
-from libs.worker.outbox import Outbox
 
 
 @dataclass(slots=True)
@@ -33,9 +34,15 @@ class Streams:
         self._worker_id = worker_id
         self._pending: defaultdict[str, list[Delta | Finished | Failed]] = defaultdict(list)
 
-    def tokens(self, stream: Stream, tokens: tuple[Token, ...]) -> None:
+    def tokens(self, stream: Stream, tokens: tuple[Token, ...], cached_tokens: int) -> None:
+        is_first = stream.num_sent == 0
         delta = Delta(
-            request_id=stream.request_id, attempt=stream.attempt, seq=stream.num_sent, tokens=tokens
+            request_id=stream.request_id,
+            attempt=stream.attempt,
+            seq=stream.num_sent,
+            tokens=tokens,
+            cached_tokens=cached_tokens if is_first else None,
+            sent_ns=time.time_ns() if is_first else None,
         )
         stream.num_sent += len(tokens)
         self._pending[stream.gateway_id].append(delta)

@@ -130,7 +130,7 @@ class DecodeWorker:
         job.seq.num_cached = first.cached_tokens
         job.spans.handed_off(first.computed_ns, now_ns, taken.pulled_tokens)
         reason = job.seq.append(first.token.id)
-        self._streams.tokens(job.stream, (first.token,))
+        self._streams.tokens(job.stream, (first.token,), first.cached_tokens)
         if reason is None:
             self._submit_to_engine(job)
         else:  # prefill's token was the last one: not a single decode step
@@ -153,7 +153,8 @@ class DecodeWorker:
             job.spans.waited(time.time_ns())
         try:
             resumed_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
-            job.spans.waits_from(resumed_ns)
+            if sources:
+                job.spans.waits_from(resumed_ns)
         except RequestRefused as error:
             self._fail(job, error.code, error.message, retryable=error.retryable)
             self._streams.flush()
@@ -168,7 +169,7 @@ class DecodeWorker:
     def _advance(self, job: Job, event: StepEvent) -> None:
         job.spans.step(event.started_ns, event.ended_ns, job.seq, drew=bool(event.tokens))
         if event.tokens:
-            self._streams.tokens(job.stream, event.tokens)
+            self._streams.tokens(job.stream, event.tokens, job.seq.num_cached)
         if event.error is not None:
             error = event.error
             self._fail(job, error.code, error.message, retryable=error.retryable)

@@ -96,7 +96,9 @@ class PrefillWorker:
             self._waited(job, time.time_ns())
         try:
             sources = job.request.sources
-            job.waiting_since_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
+            resumed_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
+            if sources:
+                job.waiting_since_ns = resumed_ns
         except RequestRefused as error:
             self._fail(job, error.code, error.message)
 

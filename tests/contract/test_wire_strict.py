@@ -155,7 +155,7 @@ NULLABLE = {
     "address",
     "load",
 }
-NULLABLE |= {"inflight", "cached_tokens"}
+NULLABLE |= {"inflight", "cached_tokens", "sent_ns"}
 CLOSED = {"type", "kind", "role", "service"}  # texts of which only some are taken
 CLOSED_IN = {(Heartbeat, "state"), (StepOutput, "reason")}
 

@@ -110,7 +110,12 @@ EXAMPLES: tuple[Message, ...] = (
         worker_id="decode-1",
         outputs=(
             Delta(
-                request_id="chatcmpl-1", attempt=1, seq=5, tokens=(_TOKEN, Token(id=218)), cached_tokens=16
+                request_id="chatcmpl-1",
+                attempt=1,
+                seq=5,
+                tokens=(_TOKEN, Token(id=218)),
+                cached_tokens=16,
+                sent_ns=1796000000000000000,
             ),
             Finished(request_id="chatcmpl-2", attempt=1, reason="length", num_tokens=64, cached_tokens=16),
             Failed(request_id="chatcmpl-3", attempt=2, code="worker_lost", message="gone", retryable=True),

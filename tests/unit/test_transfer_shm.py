@@ -133,7 +133,7 @@ async def test_cancelling_returns_only_when_the_copy_is_over(holder: Holder, lin
 
 
 async def test_no_descriptor_is_left_over(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = num_open_files()
     for epoch in range(5):
         holder, own = Holder(tmp_path, epoch=epoch), KvPool(LAYOUT, 8)
         links = Links(own)
@@ -143,7 +143,7 @@ async def test_no_descriptor_is_left_over(tmp_path: Path) -> None:
         await holder.exporter.close()
         holder.pool.close()
         own.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert num_open_files() <= before
 
 
 def test_runs_joins_what_is_consecutive_on_both_sides() -> None:
@@ -154,3 +154,7 @@ def test_runs_joins_what_is_consecutive_on_both_sides() -> None:
 def replace_ref(ref: PoolRef, **changes: str) -> PoolRef:
     fields = {name: getattr(ref, name) for name in ("worker_id", "endpoint", "epoch", "layout")}
     return PoolRef(**{**fields, **changes})
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,154 @@
+"""One attempt at a request: placed, accepted by a decode worker, then given to a prefill worker.
+
+An attempt knows who may hold something of it, so that giving it up reaches everybody: a worker that did not
+answer in time may still have accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from opentelemetry.context import Context
+
+from libs.service.logs import get_logger
+from libs.wire import subjects
+from libs.wire.errors import (
+    BatonError,
+    BusError,
+    Code,
+    MessageTooLarge,
+    NoResponder,
+    RequestRefused,
+)
+from libs.wire.messages import Accepted, Generate, OfferFailed, Prefill
+from services.gateway.dispatch import Inbox
+from services.gateway.job import Job
+from services.gateway.parts import Parts
+from services.gateway.placing import TENANT, Destination, Target
+
+SUBMIT_TIMEOUT_S: Final = 2.0
+log = get_logger()
+
+
+@dataclass(slots=True)
+class Attempt:
+    """`number` counts from 1 and stands in every message; workers void an attempt and all before it."""
+
+    parts: Parts
+    job: Job
+    number: int
+    inbox: Inbox
+    context: Context
+    expected_hits: int = 0  # prompt tokens that the coordinator believes are cached
+    _holders: list[str | None] = field(default_factory=list)  # who may hold it; None: nobody knows which
+
+    def held_by(self) -> list[str]:
+        """Subjects on which an Abort reaches whoever may hold this attempt."""
+        if None in self._holders:
+            return [subjects.ABORT_ALL]
+        return [subjects.abort(worker_id) for worker_id in self._holders if worker_id]
+
+    async def submit(self, exclude: frozenset[str], since_ns: int) -> None:
+        """Returns once a decode worker owns the request. Raises BatonError; then `held_by` may still have names."""
+        attributes: dict[str, str | int | float] = {"baton.attempt": self.number}
+        self.inbox.expect(self.number, None, None)
+        sent_ns: int | None = None
+        try:
+            target = await self.parts.placer.place(self.job, exclude, self.context)
+            self.expected_hits = min(target.hit_tokens, len(self.job.prompt) - 1)
+            attributes |= {"baton.placement.reason": target.reason, "baton.placement.score": target.score}
+            self.inbox.expect(
+                self.number, target.decode.worker_id, target.prefill.worker_id if target.prefill else None
+            )
+            sent_ns = await self._generate(target)
+            if target.prefill is not None:
+                sent_ns = await self._prefill(target, target.prefill)
+        except BatonError as error:
+            attributes["error.type"] = str(error.code)
+            raise
+        finally:
+            # The workers' own spans begin where the message that they wait for was sent.
+            end_ns = sent_ns if sent_ns is not None else time.time_ns()
+            attributes["baton.decode.worker"] = self.inbox.decode or ""
+            attributes["baton.prefill.worker"] = self.inbox.prefill or ""
+            self.parts.telemetry.record("route", since_ns, max(end_ns, since_ns), self.context, attributes)
+
+    async def _generate(self, target: Target) -> int:
+        job, sent_ns = self.job, time.time_ns()
+        request = Generate(
+            request_id=job.request_id,
+            attempt=self.number,
+            gateway_id=self.parts.gateway_id,
+            tenant=TENANT,
+            prompt=job.prompt,
+            sampling=job.sampling,
+            limits=job.limits,
+            remote_prefill=target.prefill is not None,
+            sources=target.decode_sources,
+            deadline_ns=job.deadline_ns,
+            sent_ns=sent_ns,
+        )
+        worker_id = await self._ask(target.decode, request)
+        self.inbox.decode = worker_id
+        if refusal := self.parts.fleet.refusal(worker_id):
+            raise RequestRefused(
+                Code.MODEL_MISMATCH, f"{worker_id} must not be used: {refusal}", retryable=True
+            )
+        self.parts.fleet.watch(worker_id, time.monotonic())
+        return sent_ns
+
+    async def _prefill(self, target: Target, destination: Destination) -> int:
+        """A prompt that no prefill worker takes is computed by the decode worker, which is told so."""
+        job, sent_ns = self.job, time.time_ns()
+        decode = self.inbox.decode
+        assert decode is not None  # it has accepted
+        request = Prefill(
+            request_id=job.request_id,
+            attempt=self.number,
+            gateway_id=self.parts.gateway_id,
+            tenant=TENANT,
+            prompt=job.prompt,
+            sampling=job.sampling,
+            limits=job.limits,
+            decode_worker=decode,
+            sources=target.prefill_sources,
+            deadline_ns=job.deadline_ns,
+            sent_ns=sent_ns,
+        )
+        try:
+            self.inbox.prefill = await self._ask(destination, request)
+            self.parts.fleet.watch(self.inbox.prefill, time.monotonic())
+        except BatonError as error:
+            log.warning("no prefill worker; decode computes", code=error.code, error=error.message)
+            failed = OfferFailed(
+                request_id=job.request_id, attempt=self.number, code=error.code, message=error.message
+            )
+            self.parts.outbox.put(subjects.offer(decode), failed, self.context)
+            return time.time_ns()
+        return sent_ns
+
+    async def _ask(self, destination: Destination, request: Generate | Prefill) -> str:
+        """The worker that accepted. Until its answer is read, it counts as holding the attempt."""
+        remaining_s = (self.job.deadline_ns - time.time_ns()) / 1e9
+        timeout_s = max(0.01, min(SUBMIT_TIMEOUT_S, remaining_s))
+        self._holders.append(destination.worker_id)
+        try:
+            accepted = await self.parts.bus.request(
+                destination.subject, request, Accepted, timeout_s=timeout_s, context=self.context
+            )
+        except (RequestRefused, NoResponder, MessageTooLarge):
+            self._holders.pop()  # nothing was kept
+            raise
+        except BusError as error:
+            raise _lost(destination, error) from None
+        self._holders[-1] = accepted.worker_id
+        return accepted.worker_id
+
+
+def _lost(destination: Destination, error: BusError) -> RequestRefused:
+    who = destination.worker_id or "a worker"
+    return RequestRefused(
+        Code.WORKER_LOST, f"{who} did not answer: {error.message}", retryable=True, retry_after_s=1.0
+    )

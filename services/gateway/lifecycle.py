@@ -1,0 +1,249 @@
+"""One request between the gateway and the workers, from its placement to its end.
+
+    start   place, submit to decode, then to prefill          raises when no worker takes it
+    read    what has arrived, as text                         retries while nothing had arrived
+    close   abort what still runs, tell the coordinator       always, whatever happened
+
+Every failure is a BatonError. Nothing here waits past the request's deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from opentelemetry.context import Context
+
+from libs.service.logs import get_logger
+from libs.wire import subjects
+from libs.wire.errors import BatonError, Code, RequestRefused
+from libs.wire.messages import Abort, Delta, Done, Failed, Finished, FinishReason, Message, OfferFailed, Token
+from services.gateway.attempt import Attempt
+from services.gateway.dispatch import Item, WorkerLost
+from services.gateway.job import Job, Outcome
+from services.gateway.parts import Parts
+from services.gateway.transcript import Piece, Transcript
+
+MAX_ATTEMPTS: Final = 3
+TOKEN_SILENCE_S: Final = 120.0  # between two tokens; an end that was lost on the way must not hold a client
+log = get_logger()
+
+
+class Life:
+    """Opened by whoever answers the client, who closes it. Used by one task at a time."""
+
+    def __init__(self, parts: Parts, job: Job, context: Context) -> None:
+        self._parts = parts
+        self._job = job
+        self._context = context
+        self._inbox = parts.dispatcher.open(job.request_id, job.limits.max_tokens)
+        self._transcript = Transcript(
+            parts.text, job.stops, job.limits.stop_token_ids, logprobs=job.sampling.logprobs
+        )
+        self._exclude: set[str] = set()
+        self._attempt: Attempt | None = None
+        self._failure: BatonError | None = None  # to be raised by the next read
+        self._finished: Finished | None = None
+        self._cached_tokens: int | None = None
+        self._last_token_ns = 0
+        self._sent_ns: int | None = None  # when the first token left its worker
+        self._routed = False
+        self._closed = False
+        self._outcome: Outcome | None = None
+        self.num_attempts = 0
+        self.first_text_ns: int | None = None  # ns since 1970, when the first text could be shown
+        self.last_text_ns: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._transcript.num_tokens
+
+    def outcome(self) -> Outcome | None:
+        """None until the answer is complete."""
+        return self._outcome
+
+    @property
+    def workers(self) -> tuple[str | None, str | None]:
+        """Decode and prefill worker of the last attempt."""
+        return (self._inbox.decode, self._inbox.prefill)
+
+    async def start(self, since_ns: int) -> None:
+        """Returns when a worker owns the request; `since_ns` is where its `route` span begins.
+
+        Raises BatonError when none takes it within the attempts, or within the deadline.
+        """
+        await self._place(since_ns, None)
+
+    async def read(self, wait_s: float) -> Piece | None:
+        """The next text, or None when there is none within `wait_s`. With the last, `outcome()` is there.
+
+        Raises BatonError when the request has failed; what had arrived before was returned before.
+        """
+        self._raise_failure()
+        items = await self._inbox.take(max(0.0, min(wait_s, self._remaining_s)))
+        tokens = self._sort(items)
+        if self._failure is None and self._finished is None:
+            self._failure = self._overdue()
+        failure = self._failure
+        if failure is not None and not tokens:
+            self._failure = None
+            await self._retry(failure)
+            return None
+        return self._reveal(tokens)
+
+    def close(self) -> None:
+        """Ends the request on all sides. Synchronous, so that a cancelled handler can rely on it; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._parts.dispatcher.close(self._job.request_id)
+        if self._finished is None:
+            self._abort()
+        if self._routed:
+            self._send(subjects.DONE, Done(request_id=self._job.request_id))
+
+    @property
+    def _remaining_s(self) -> float:
+        return (self._job.deadline_ns - time.time_ns()) / 1e9
+
+    async def _place(self, since_ns: int, earlier: BatonError | None) -> None:
+        """Tries until a worker accepts. `earlier` is what a client is told when nobody is left to try."""
+        while True:
+            if self._remaining_s <= 0:
+                raise self._too_late()
+            self.num_attempts += 1
+            self._routed = True
+            attempt = Attempt(self._parts, self._job, self.num_attempts, self._inbox, self._context)
+            self._attempt = attempt
+            try:
+                await attempt.submit(frozenset(self._exclude), since_ns)
+                return
+            except BatonError as error:
+                if error.code is Code.NO_WORKER and self._inbox.decode is None:
+                    raise earlier or error from None  # nobody is left to try
+                self._give_up(error)
+                earlier, since_ns = error, time.time_ns()
+
+    async def _retry(self, failure: BatonError) -> None:
+        self._give_up(failure)
+        await self._place(time.time_ns(), failure)
+
+    def _give_up(self, failure: BatonError) -> None:
+        """Ends the attempt. Raises `failure` when there must be no other one."""
+        self._abort()
+        if not failure.retryable or self.num_tokens or self.num_attempts >= MAX_ATTEMPTS:
+            raise failure
+        decode, _ = self.workers
+        if decode is not None:
+            self._exclude.add(decode)
+        log.info("trying again", attempt=self.num_attempts, decode=decode, error=failure.message)
+        self._parts.metrics.retried(failure.code)
+
+    def _abort(self) -> None:
+        if self._attempt is None:
+            return
+        abort = Abort(request_id=self._job.request_id, attempt=self._attempt.number)
+        for subject in self._attempt.held_by():
+            self._send(subject, abort)
+        self._attempt = None
+
+    def _sort(self, items: list[Item]) -> list[Token]:
+        """Tokens of the items; their end is kept in `_finished` or `_failure`."""
+        tokens: list[Token] = []
+        for item in items:
+            match item:
+                case Delta():
+                    tokens.extend(item.tokens)
+                    self._last_token_ns = time.time_ns()
+                    if item.cached_tokens is not None:
+                        self._cached_tokens = item.cached_tokens
+                    if item.sent_ns is not None:
+                        self._sent_ns = item.sent_ns
+                case Finished():
+                    self._finished = item
+                case Failed():
+                    self._failure = _refused(item)
+                case WorkerLost():
+                    self._lost(item)
+        return tokens
+
+    def _lost(self, lost: WorkerLost) -> None:
+        decode, _ = self.workers
+        if lost.worker_id == decode:
+            message = f"decode worker {lost.worker_id} was lost: {lost.reason}"
+            self._failure = RequestRefused(Code.WORKER_LOST, message, retryable=True, retry_after_s=1.0)
+        elif decode is not None and not self._last_token_ns:
+            log.warning("prefill worker lost; decode computes", worker_id=lost.worker_id, reason=lost.reason)
+            failed = OfferFailed(
+                request_id=self._job.request_id,
+                attempt=self.num_attempts,
+                code=Code.WORKER_LOST,
+                message=lost.reason,
+            )
+            self._send(subjects.offer(decode), failed)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _overdue(self) -> RequestRefused | None:
+        if self._remaining_s <= 0:
+            return self._too_late()
+        if self._last_token_ns and time.time_ns() - self._last_token_ns > TOKEN_SILENCE_S * 1e9:
+            message = f"no token for {TOKEN_SILENCE_S:g} s"
+            return RequestRefused(Code.WORKER_LOST, message, retryable=False)
+        return None
+
+    def _too_late(self) -> RequestRefused:
+        allowed_s = (self._job.deadline_ns - self._job.arrived_ns) / 1e9
+        message = f"the request was not done within its deadline of {allowed_s:g} s"
+        return RequestRefused(Code.DEADLINE_EXCEEDED, message, retryable=False)
+
+    def _reveal(self, tokens: list[Token]) -> Piece | None:
+        piece = self._transcript.push(tokens)
+        if self._transcript.stopped or self._finished is not None:
+            rest = self._transcript.finish()
+            piece = Piece(piece.text + rest.text, piece.tokens + rest.tokens)
+            self._outcome = self._end()
+        if piece.text:
+            self.last_text_ns = time.time_ns()
+            if self.first_text_ns is None:
+                self.first_text_ns = self.last_text_ns
+                self._record_delivery(self.first_text_ns)
+        return piece if piece.text or self._outcome is not None else None
+
+    def _record_delivery(self, now_ns: int) -> None:
+        """The first token's way from its worker, until there was text to show."""
+        if self._sent_ns is not None and self._sent_ns <= now_ns:
+            self._parts.telemetry.record("deliver", self._sent_ns, now_ns, self._context)
+
+    def _end(self) -> Outcome:
+        reason: FinishReason = "stop"
+        if not self._transcript.stopped and self._finished is not None:
+            reason = self._finished.reason
+        return Outcome(
+            finish_reason=reason,
+            prompt_tokens=len(self._job.prompt),
+            completion_tokens=self._transcript.num_tokens,
+            cached_tokens=self._cached(),
+        )
+
+    def _cached(self) -> int:
+        """The worker's word; a coordinator's guess only where a stop string came before any."""
+        if self._finished is not None:
+            return self._finished.cached_tokens
+        if self._cached_tokens is not None:
+            return self._cached_tokens
+        return self._attempt.expected_hits if self._attempt is not None else 0
+
+    def _send(self, subject: str, message: Message) -> None:
+        self._parts.outbox.put(subject, message, self._context)
+
+
+def _refused(failed: Failed) -> RequestRefused:
+    try:
+        code = Code(failed.code)
+    except ValueError:  # from a newer peer
+        code = Code.INTERNAL
+    return RequestRefused(code, failed.message, retryable=failed.retryable)
