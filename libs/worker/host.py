@@ -164,6 +164,11 @@ class Host:
             text = f"{self.identity.worker_id} is draining"
             raise RequestRefused(Code.DRAINING, text, retryable=True, retry_after_s=1.0)
 
+    def check_room(self, num_prompt_tokens: int, num_requests: int) -> None:
+        """Raises RequestRefused if a worker with `num_requests` cannot take one more of this length."""
+        scheduler = self.engine.scheduler
+        scheduler.check(num_prompt_tokens + 1, num_held=num_requests - scheduler.num_sequences)
+
     async def _start(self, worker: Worker) -> None:
         who = self.identity
         self._worker = worker

@@ -72,25 +72,13 @@ class DecodeWorker:
         host.card.check_prompt(request.prompt)
         if self._attempts.is_void(request.request_id, request.attempt):
             raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
-        self._check_room(request)
+        host.check_room(len(request.prompt), len(self._jobs))
         if self._attempts.begin(request.request_id, request.attempt):
             job = self._job(request, incoming.context)
             self._jobs[job.seq.request_id] = job
             work = self._take_over(job) if request.remote_prefill else self._compute(job)
             job.task = asyncio.create_task(work, name=f"request {job.seq.request_id}")
         return Accepted(worker_id=host.identity.worker_id)
-
-    def _check_room(self, request: Generate) -> None:
-        host = self._host
-        if len(self._jobs) >= host.settings.max_queue + host.settings.max_batch:
-            text = f"{host.identity.worker_id} has {len(self._jobs)} requests"
-            raise RequestRefused(Code.OVERLOADED, text, retryable=True, retry_after_s=1.0)
-        if host.card.layout.blocks_for(len(request.prompt) + 1) > host.kv.total:
-            room = host.kv.total * host.card.layout.block_size
-            text = (
-                f"a prompt of {len(request.prompt)} tokens never fits a KV pool of {room}; raise kv_cache_mib"
-            )
-            raise RequestRefused(Code.CAPACITY_EXCEEDED, text, retryable=False)
 
     def _job(self, request: Generate, context: Context) -> Job:
         card = self._host.card

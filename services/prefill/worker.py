@@ -68,9 +68,7 @@ class PrefillWorker:
         host.card.check_prompt(request.prompt)
         if self._attempts.is_void(request.request_id, request.attempt):
             raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
-        if len(self._jobs) >= host.settings.max_queue:
-            text = f"{host.identity.worker_id} has {len(self._jobs)} prompts"
-            raise RequestRefused(Code.OVERLOADED, text, retryable=True, retry_after_s=1.0)
+        host.check_room(len(request.prompt), len(self._jobs))
         if self._attempts.begin(request.request_id, request.attempt):
             job = self._job(request, incoming.context)
             self._jobs[job.seq.request_id] = job

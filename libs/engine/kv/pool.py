@@ -26,12 +26,12 @@ class KvPool:
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self.map)
 
-    def block(self, block_id: int) -> memoryview:
-        """The bytes of one block. Raises IndexError outside the pool."""
-        if not 0 <= block_id < self.num_blocks:
-            raise IndexError(f"block {block_id} of a pool of {self.num_blocks}")
-        start = block_id * self.layout.block_bytes
-        return self.view[start : start + self.layout.block_bytes]
+    def blocks(self, first: int, count: int) -> memoryview:
+        """The bytes of `count` blocks from block `first` on. Raises IndexError outside the pool."""
+        if first < 0 or count < 0 or first + count > self.num_blocks:
+            raise IndexError(f"blocks {first} to {first + count - 1} of a pool of {self.num_blocks}")
+        size = self.layout.block_bytes
+        return self.view[first * size : (first + count) * size]
 
     def close(self) -> None:
         """Gives the file back; the mapping goes once no tensor uses it any more. Idempotent."""
