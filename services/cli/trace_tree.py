@@ -19,6 +19,7 @@ BEFORE_FIRST_TOKEN: Final = (
     "handoff",
     "decode.queue",
     "decode.first_step",
+    "deliver",
 )
 REQUEST_ID: Final = "baton.request_id"
 TTFT_MS: Final = "baton.ttft_ms"
