@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Final
 
 from libs.checkpoint.errors import CheckpointError
 from libs.checkpoint.open import open_checkpoint, resolve_model
@@ -20,6 +21,8 @@ from libs.worker.capacity import kv_blocks
 from libs.worker.card import card_of
 from libs.worker.host import Host, Identity, Worker
 
+EXIT_FAILED: Final = 1
+EXIT_UNUSABLE: Final = 2  # a setting or a file is wrong: starting again changes nothing
 log = logs.get_logger(__name__)
 
 
@@ -31,9 +34,12 @@ def run_worker(role: Role, settings: Settings, make: Callable[[Host], Worker]) -
     async def main(stop: asyncio.Event) -> int:
         try:
             await _serve(identity, settings, make, stop)
-        except (CheckpointError, BusError, ValueError) as error:  # what the user can mend
+        except (CheckpointError, ValueError) as error:
             log.error("cannot serve", error=str(error))
-            return 1
+            return EXIT_UNUSABLE
+        except BusError as error:
+            log.error("cannot serve", error=str(error))
+            return EXIT_FAILED
         return 0
 
     return process.run(main)
