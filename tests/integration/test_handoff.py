@@ -255,7 +255,12 @@ async def test_refusals_name_the_reason_and_keep_nothing(nats_url: str, tmp_path
     async with cluster(nats_url, tmp_path, max_queue=2, max_batch=2) as (running, client):
         gate = threading.Event()
         await running.add("decode", "decode-1", num_blocks=8, before_step=lambda _: gate.wait(10) or None)
-        cases = {"": "no tokens", "long": "the context holds", "big": "do not fit this worker", "id": "token ids must"}
+        cases = {
+            "": "no tokens",
+            "long": "the context holds",
+            "big": "do not fit this worker",
+            "id": "token ids must",
+        }
         bad = {"": [], "long": [1] * 4096, "big": prompt_of(200), "id": [1000]}
         for name, text in cases.items():
             with pytest.raises(RequestRefused, match=text):
