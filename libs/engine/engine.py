@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from libs.engine.kv.cache import KvCache
-from libs.engine.plan import Runner, StepPlan
+from libs.engine.plan import Runner, StepAbandoned, StepPlan
 from libs.engine.scheduler import Scheduler
 from libs.engine.sequence import Sequence
 from libs.engine.step import StepEvent
@@ -74,6 +75,7 @@ class Engine:
         self._failures = 0
         self._started = False
         self._stopping = False
+        self._abandoned = threading.Event()  # read by the engine's thread
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -95,6 +97,8 @@ class Engine:
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a sequence without an event; None if it is not here. Its blocks outlive a step that uses them."""
         seq = self.scheduler.remove(request_id)
+        if self.scheduler.is_step_unwanted:
+            self._abandoned.set()
         self._note_empty()
         self._wake.set()
         return seq
@@ -141,6 +145,8 @@ class Engine:
         try:
             drawn = await self._execute(plan)
             events = self.scheduler.update(plan, drawn, started_ns, self._clock_ns())
+        except StepAbandoned:
+            self.scheduler.discard(plan)  # all its sequences were aborted: nobody to tell
         except StepTimeout as error:
             self._break(error)  # the plan stays out: its blocks may still be written
         except Exception as error:
@@ -152,7 +158,10 @@ class Engine:
 
     async def _execute(self, plan: StepPlan) -> tuple[Token | None, ...]:
         """Runs the plan in the thread. Cancelling waits for the thread all the same: it writes to the pool."""
-        work = asyncio.get_running_loop().run_in_executor(self._executor, self._runner.execute, plan)
+        self._abandoned.clear()
+        work = asyncio.get_running_loop().run_in_executor(
+            self._executor, self._runner.execute, plan, self._abandoned.is_set
+        )
         try:
             done, _ = await asyncio.wait({work}, timeout=self.config.step_timeout_s)
         except asyncio.CancelledError:

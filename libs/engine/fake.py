@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from libs.engine.kv.layout import KvLayout
 from libs.engine.kv.pool import KvPool
-from libs.engine.plan import Draw, Row, StepPlan
+from libs.engine.plan import Draw, Row, StepAbandoned, StepPlan, never
 from libs.wire.messages import Sampling, Token
 
 Bytes = npt.NDArray[np.uint8]
@@ -111,12 +111,14 @@ class FakeRunner:
         self._first: Bytes = vectors[:, 0, 0, 0, :, :_MARK_BYTES]  # [block, token, byte]
         self._last: Bytes = vectors[:, -1, -1, -1, :, :_MARK_BYTES]
 
-    def execute(self, plan: StepPlan) -> tuple[Token | None, ...]:
+    def execute(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> tuple[Token | None, ...]:
         if self._before_step is not None:
             self._before_step(plan)
         delay_s = self._step_delay_s + self._token_delay_s * plan.num_tokens
         if delay_s > 0:
             time.sleep(delay_s)
+        if is_abandoned():
+            raise StepAbandoned
         for row in plan.rows:
             self.write(row.tokens, row.start, row.blocks)
         return tuple(None if row.draw is None else self._draw(row, row.draw) for row in plan.rows)

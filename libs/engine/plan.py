@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,9 +51,20 @@ class StepPlan:
         return sum(len(row.tokens) for row in self.rows)
 
 
+class StepAbandoned(Exception):
+    """Nobody wants this step any more. What it was to write to its blocks is unknown."""
+
+
+def never() -> bool:
+    return False
+
+
 class Runner(Protocol):
     """Executes plans, on the engine's own thread. A real one runs a model; a fake one scripts tokens."""
 
-    def execute(self, plan: StepPlan) -> tuple[Token | None, ...]:
-        """Writes the rows' KV to the pool and returns one entry per row: the drawn token, or None."""
+    def execute(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> tuple[Token | None, ...]:
+        """Writes the rows' KV to the pool and returns one entry per row: the drawn token, or None.
+
+        A step that takes long asks `is_abandoned` now and then, and raises StepAbandoned when it is.
+        """
         ...

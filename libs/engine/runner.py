@@ -5,6 +5,8 @@ from __future__ import annotations
 import libs.kernels  # noqa: F401 - first: it sets what torch reads from the environment when imported
 
 # isort: split
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from libs.engine.kv.pool import KvPool
 from libs.engine.model.batch import build_batch, split_rows
 from libs.engine.model.llama import Llama
 from libs.engine.model.weights import Progress, TensorSource, load_weights
-from libs.engine.plan import StepPlan
+from libs.engine.plan import StepPlan, never
 from libs.engine.sampler import sample
 from libs.kernels.determinism import numerics
 from libs.kernels.matmul import Matmul, choose_matmul
@@ -69,17 +71,17 @@ class TorchRunner:
         """Names the arithmetic; workers where it differs may give different bits."""
         return numerics(self.matmul.name)
 
-    def execute(self, plan: StepPlan) -> tuple[Token | None, ...]:
+    def execute(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> tuple[Token | None, ...]:
         """See Runner. Raises ValueError where a row lacks blocks, LogitsError where KV or weights are damaged."""
         draws = [row.draw for row in plan.rows if row.draw is not None]
-        tokens = iter(sample(self.logits(plan), draws))
+        tokens = iter(sample(self.logits(plan, is_abandoned), draws))
         return tuple(None if row.draw is None else next(tokens) for row in plan.rows)
 
     @torch.inference_mode()
-    def logits(self, plan: StepPlan) -> Tensor:
+    def logits(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> Tensor:
         """Execute without drawing: raw logits of the rows that draw, in their order, [drawn, vocabulary]."""
         passes = [
-            self._model.forward(build_batch(rows, self._layout, self._window), self._pool)
+            self._model.forward(build_batch(rows, self._layout, self._window), self._pool, is_abandoned)
             for rows in split_rows(plan.rows)
         ]
         if len(passes) == 1:

@@ -76,6 +76,12 @@ class Scheduler:
     def num_sequences(self) -> int:
         return len(self._waiting) + len(self._running)
 
+    @property
+    def is_step_unwanted(self) -> bool:
+        """A plan is out, and every sequence in it has been removed since."""
+        flying = self._in_flight.values()
+        return bool(flying) and all(seq.status is Status.FINISHED for seq in flying)
+
     def next_deadline_ns(self) -> int | None:
         """When `expire` has work next; None without sequences."""
         return min((seq.deadline_ns for seq in self._all()), default=None)

@@ -6,9 +6,10 @@ MKL reads it at its first call. The branch is the best that the CPU has. Branche
 on CPUs of different kinds serve together, give all of them the same one (`determinism.numerics` tells whether they
 agree).
 
-OMP_WAIT_POLICY: OpenMP's threads spin while they wait for each other. Where prefill, decode and everything else
-share the cores, a spinning thread keeps the one it waits for from running: steps became five times slower. OpenMP
-reads it when torch is imported.
+GOMP_SPINCOUNT: OpenMP's threads spin while they wait for each other, a millisecond and more. Where prefill, decode
+and everything else share the cores, a spinning thread keeps the one it waits for from running, and steps take
+several times as long; threads that sleep at once make short steps of a quiet machine up to twice as long. A thousand
+turns cost little of either. OpenMP reads it when torch is imported; a set OMP_WAIT_POLICY is left alone.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MKL_VARIABLE = "MKL_CBWR"
-OMP_VARIABLE = "OMP_WAIT_POLICY"
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
 _AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 
 
 def prepare() -> None:
     """Sets what is not set, for this process and its children."""
-    os.environ.setdefault(MKL_VARIABLE, mkl_branch(_cpu_flags()))
-    os.environ.setdefault(OMP_VARIABLE, "passive")
+    os.environ.setdefault(MKL_VARIABLE, mkl_branch(cpu_flags()))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(SPIN_VARIABLE, "1000")
 
 
 def mkl_branch(cpu_flags: Iterable[str]) -> str:
@@ -33,7 +35,7 @@ def mkl_branch(cpu_flags: Iterable[str]) -> str:
     return "AVX512,STRICT" if frozenset(cpu_flags) >= _AVX512 else "AVX2,STRICT"
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """CPU features as Linux lists them; none where there is no such list."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")

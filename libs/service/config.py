@@ -61,7 +61,7 @@ class Settings:
     kv_dtype: Literal["f16", "f32"] = "f16"
     kv_cache_mib: int | None = None  # per worker; None: 1/8 of memory, 64 to 2048 MiB
     max_batch: int = 32  # sequences in one step
-    max_step_tokens: int = 512  # tokens in one step, so also the longest chunk of a prompt
+    max_step_tokens: int = 256  # tokens in one step, so also the longest chunk of a prompt
     max_queue: int = 256  # sequences that wait in one worker; more are refused
     lease_s: float = 30.0
     pull_timeout_s: float = 5.0

@@ -21,6 +21,7 @@ from tests.e2e.running import Baton
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
+STATUS_S = 1.5  # what `baton status` itself takes
 SIBLINGS = (
     "tokenize", "route", "prefill.queue", "kv.pull", "prefill.compute", "handoff", "decode.queue",
     "decode.first_step",
@@ -30,7 +31,7 @@ SIBLINGS = (
 @pytest.fixture(scope="module")
 def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baton]:
     """Prefill and decode apart, chunks of 512."""
-    running = Baton(tmp_path_factory.mktemp("apart"))
+    running = Baton(tmp_path_factory.mktemp("apart"), "--max-step-tokens", "512")
     yield running
     assert running.stop() == 0, "".join(running.output)
 
@@ -56,25 +57,29 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 255, 700])
+@pytest.mark.parametrize("length", [1, 16, 17, 255, 700])
 def test_text_is_equal_cold_cached_and_by_one_worker_in_other_chunks(
     baton: Baton, alone: Baton, length: int
 ) -> None:
     prompt = ids(length, seed=length)
-    cold = baton.complete(prompt, max_tokens=24)
-    again = baton.complete(prompt, max_tokens=24)
-    single = alone.complete(prompt, max_tokens=24)
+    cold = baton.complete(prompt, max_tokens=10)
+    again = baton.complete(prompt, max_tokens=10)
+    single = alone.complete(prompt, max_tokens=10)
     assert cached(cold) == 0 and cached(again) == (length - 1) // 16 * 16
     assert text(again) == text(cold) == text(single)
-    assert cold["usage"]["completion_tokens"] == 24
+    assert cold["usage"]["completion_tokens"] == 10
 
 
 @pytest.mark.slow
-def test_the_longest_prompt_is_served_and_one_token_more_is_refused(baton: Baton, alone: Baton) -> None:
+def test_the_longest_prompt_is_served_and_one_token_more_is_refused(baton: Baton, tmp_path: Path) -> None:
     prompt = ids(8191, seed=5)
     cold = baton.complete(prompt, max_tokens=1)
     again = baton.complete(prompt, max_tokens=1)
-    single = alone.complete(prompt, max_tokens=1)
+    one_worker = Baton(tmp_path, "--prefill", "0")  # in chunks of 256: those of 64 would take minutes
+    try:
+        single = one_worker.complete(prompt, max_tokens=1)
+    finally:
+        assert one_worker.stop() == 0
     assert (cached(cold), cached(again)) == (0, 8176)
     assert text(again) == text(cold) == text(single) != ""
     body = {"model": baton.model(), "prompt": [*prompt, 1], "max_tokens": 1}
@@ -87,9 +92,9 @@ def test_the_longest_prompt_is_served_and_one_token_more_is_refused(baton: Baton
 def test_text_is_equal_alone_and_among_sixteen_others(baton: Baton) -> None:
     prompts = [ids(20 + 7 * n, seed=100 + n) for n in range(17)]
     sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
-    alone_texts = [text(baton.complete(prompts[n], max_tokens=24, **sampled)) for n in (0, 8, 16)]
+    alone_texts = [text(baton.complete(prompts[n], max_tokens=10, **sampled)) for n in (0, 8, 16)]
     with ThreadPoolExecutor(17) as pool:
-        answers = list(pool.map(lambda p: baton.complete(p, max_tokens=24, **sampled), prompts))
+        answers = list(pool.map(lambda p: baton.complete(p, max_tokens=10, **sampled), prompts))
     assert [text(answers[n]) for n in (0, 8, 16)] == alone_texts
     baton.until_idle(5)
 
@@ -145,7 +150,7 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_sides(baton: Baton) -> No
     """Row 21: in the queue, in prefill and in decode; streaming and not."""
     host = urlsplit(baton.url)
     for stream in (True, False):
-        for length, wait_s in ((3000, 0.0), (3000, 0.7), (30, 0.8)):
+        for length, wait_s in ((6000, 0.0), (6000, 1.5), (30, 0.8)):
             body = json.dumps(
                 {"model": baton.model(), "prompt": ids(length, seed=time.time_ns()), "max_tokens": 2000,
                  "stream": stream, "ignore_eos": True}
@@ -157,8 +162,7 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_sides(baton: Baton) -> No
                 )
                 client.sendall(head.encode() + body)
                 time.sleep(wait_s)
-            # The step that runs ends first: a chunk of 512 tokens takes about a second here.
-            baton.until_idle(2.0 + 2.0)
+            baton.until_idle(2.0 + STATUS_S)
 
 
 def test_random_aborts_leave_nothing(baton: Baton) -> None:
@@ -192,18 +196,18 @@ def test_random_aborts_leave_nothing(baton: Baton) -> None:
 
 
 def test_a_burst_beyond_capacity_waits_or_is_refused(tmp_path: Path) -> None:
-    small = Baton(tmp_path, "--max-inflight", "8", "--kv-cache-mib", "64", "--max-batch", "4")
+    small = Baton(tmp_path, "--max-inflight", "6", "--kv-cache-mib", "64", "--max-batch", "4")
     try:
         model = small.model()
 
         def ask(number: int) -> tuple[int, Any]:
-            body = {"model": model, "prompt": ids(300, seed=number), "max_tokens": 8}
+            body = {"model": model, "prompt": ids(100, seed=number), "max_tokens": 4}
             return small.post("/v1/completions", body)
 
-        with ThreadPoolExecutor(24) as pool:
-            answers = list(pool.map(ask, range(24)))
+        with ThreadPoolExecutor(20) as pool:
+            answers = list(pool.map(ask, range(20)))
         statuses = [status for status, _ in answers]
-        assert set(statuses) <= {200, 429} and statuses.count(200) >= 8 and 429 in statuses
+        assert set(statuses) <= {200, 429} and statuses.count(200) >= 6 and 429 in statuses
         small.until_idle(5)
     finally:
         assert small.stop() == 0

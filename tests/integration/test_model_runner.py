@@ -13,7 +13,7 @@ from libs.engine.kv.layout import KvLayout
 from libs.engine.kv.pool import KvPool
 from libs.engine.model.batch import MAX_TOKENS, split_rows
 from libs.engine.model.weights import load_weights
-from libs.engine.plan import Draw, Row, StepPlan
+from libs.engine.plan import Draw, Row, StepAbandoned, StepPlan
 from libs.engine.runner import TorchRunner
 from libs.engine.sampler import LogitsError
 from libs.wire.messages import Sampling
@@ -54,6 +54,26 @@ def test_a_step_larger_than_one_pass(make_bench: MakeBench) -> None:
     assert whole is not None
     assert same_bits(whole, expected)
     assert bench.kv(feed) == bench.kv(again)
+
+
+def test_an_abandoned_step_ends_before_its_next_layer(make_bench: MakeBench) -> None:
+    bench = make_bench(SOURCE, 4)
+    feed = bench.feed([5, 6, 7])
+    plan = StepPlan((row("a", feed.tokens, 0, feed.blocks),))
+    asked = 0
+
+    def after_one_layer() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 1
+
+    with pytest.raises(StepAbandoned):
+        bench.runner.execute(plan, after_one_layer)
+    assert asked == 2
+    again = bench.feed([5, 6, 7])
+    assert bench.runner.execute(plan) == bench.runner.execute(
+        StepPlan((row("a", again.tokens, 0, again.blocks),))
+    )
 
 
 def test_nothing_to_do(make_bench: MakeBench) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from libs.kernels import determinism, matmul
+from libs.kernels import determinism, environment, matmul
 from libs.kernels.activation import silu_mul
 from libs.kernels.attention import paged_attention
 from libs.kernels.attention_plan import plan_attention
@@ -133,18 +133,23 @@ def test_branch_is_the_best_that_the_cpu_has() -> None:
     assert mkl_branch(()) == "AVX2,STRICT"
 
 
-@pytest.mark.parametrize("given", [None, "COMPATIBLE"])
-def test_environment_is_set_before_torch_unless_it_was(given: str | None) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_WAIT_POLICY")}
-    if given is not None:
-        environment["MKL_CBWR"] = given
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [mkl_branch(environment.cpu_flags()), "1000"]),
+        ({"MKL_CBWR": "COMPATIBLE", "GOMP_SPINCOUNT": "7"}, ["COMPATIBLE", "7"]),
+        ({"OMP_WAIT_POLICY": "active"}, [mkl_branch(environment.cpu_flags()), "None"]),
+    ],
+    ids=["nothing", "both", "policy"],
+)
+def test_environment_is_set_before_torch_where_it_was_not(given: dict[str, str], expected: list[str]) -> None:
+    ours = ("MKL_CBWR", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    start = {name: value for name, value in os.environ.items() if name not in ours} | given
     code = (
         "import os, sys, libs.kernels;"
-        "print(os.environ['MKL_CBWR'], os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+        "print(os.environ['MKL_CBWR'], os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=start, capture_output=True, text=True, timeout=60, check=True
     )
-    branch, policy, torch_loaded = done.stdout.split()
-    assert branch == given if given is not None else branch.endswith(",STRICT")
-    assert (policy, torch_loaded) == ("passive", "False")
+    assert done.stdout.split() == [*expected, "False"]

@@ -236,6 +236,31 @@ async def test_an_abort_of_an_executing_request_frees_its_blocks_after_the_step(
         assert {e.seq.request_id for e in b.events} == {"b"}
 
 
+async def test_a_step_that_nobody_wants_any_more_is_abandoned_and_no_failure() -> None:
+    gate = Gate()
+    async with bench(before_step=gate) as b:
+        b.engine.submit(new_sequence("a", A, 5))
+        b.engine.submit(new_sequence("b", B, 5))
+        await gate.wait_for_step()
+        b.engine.abort("a")
+        assert not b.engine.scheduler.is_step_unwanted, "b is still wanted"
+        b.engine.abort("b")
+        assert b.engine.scheduler.is_step_unwanted
+        gate.open()
+        await b.until(lambda: b.kv.used == 0)
+        assert (b.engine.num_steps, b.events) == (0, [])
+        for number in range(EngineConfig().max_failures + 1):  # as many in a row as one likes
+            b.engine.submit(new_sequence(f"again-{number}", A, 5))
+            await gate.wait_for_step()
+            b.engine.abort(f"again-{number}")
+            gate.open()
+            await b.until(lambda: b.kv.used == 0)
+        b.engine.submit(new_sequence("c", A, 3))
+        gate.open(3)
+        await b.until(lambda: bool(b.events) and b.events[-1].is_last)
+        assert b.answer("c") == expected(A, 3) and b.broken == []
+
+
 async def test_two_hundred_aborts_leave_nothing_behind() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
@@ -315,7 +340,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others() -> None:
 
 async def test_a_runner_that_returns_nonsense_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
-        monkeypatch.setattr(FakeRunner, "execute", lambda self, plan: ())
+        monkeypatch.setattr(FakeRunner, "execute", lambda self, plan, is_abandoned: ())
         b.engine.submit(new_sequence("a", A, max_tokens=2))
         await b.drained()
         assert b.error("a").code is Code.INTERNAL

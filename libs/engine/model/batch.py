@@ -15,6 +15,7 @@ from libs.engine.plan import Row
 from libs.kernels.attention_plan import AttentionGroup, plan_attention, tile_tokens
 
 MAX_TOKENS = 512  # of one forward pass: bounds its memory; more gains no speed
+_GROUP_ROWS = 256  # of one sequence that attend together: their scores stay near the cores
 _TILE_BYTES = 2 << 20  # of float32 KV that rows which attend together read at a time: stays in a core's cache
 
 
@@ -78,12 +79,15 @@ def _blocks(rows: Sequence[Row], layout: KvLayout) -> np.ndarray[tuple[int], np.
 
 
 def _groups(rows: Sequence[Row], layout: KvLayout, window: int | None) -> Iterator[AttentionGroup]:
-    """Rows of equal length attend together, as many as `_TILE_BYTES` allows."""
+    """Rows of equal length attend together, as many as `_TILE_BYTES` allows; a long row does so in parts."""
     sequence_bytes = 2 * layout.num_kv_heads * layout.head_dim * tile_tokens(layout.block_size) * 4
-    size = max(1, _TILE_BYTES // sequence_bytes)
     for num_tokens, same in itertools.groupby(rows, key=lambda row: len(row.tokens)):
         members = list(same)
+        size = 1 if num_tokens > _GROUP_ROWS else max(1, _TILE_BYTES // sequence_bytes)
         for start in range(0, len(members), size):
             part = members[start : start + size]
-            tables, ends = [row.blocks for row in part], [row.end for row in part]
-            yield plan_attention(tables, ends, num_tokens, layout.block_size, window)
+            tables = [row.blocks for row in part]
+            for first in range(0, num_tokens, _GROUP_ROWS):
+                count = min(_GROUP_ROWS, num_tokens - first)
+                ends = [row.start + first + count for row in part]
+                yield plan_attention(tables, ends, count, layout.block_size, window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from libs.checkpoint.config import ModelConfig
 from libs.checkpoint.rope import rope_frequencies
 from libs.engine.model.batch import Batch
 from libs.engine.model.weights import LayerWeights, Weights
+from libs.engine.plan import StepAbandoned, never
 from libs.kernels.activation import silu_mul
 from libs.kernels.attention import paged_attention
 from libs.kernels.attention_plan import AttentionGroup
@@ -32,15 +33,17 @@ class Llama:
         self._rope = RopeTable.build(rope_frequencies(config), min(max_tokens, config.context_length))
         self._workspace = Workspace()
 
-    def forward(self, batch: Batch, pool: Tensor) -> Tensor:
+    def forward(self, batch: Batch, pool: Tensor, is_abandoned: Callable[[], bool] = never) -> Tensor:
         """Write the KV of the batch's tokens to `pool`; logits of the drawn ones, [drawn, vocabulary].
 
-        `pool` is [block, layer, k or v, kv_head, token, dim].
+        `pool` is [block, layer, k or v, kv_head, token, dim]. Raises StepAbandoned before the next layer.
         """
         weights, eps = self._weights, self.config.rms_norm_eps
         hidden = weights.embed[batch.tokens]
         angles = self._rope.at(batch.positions)
         for index, layer in enumerate(weights.layers):
+            if is_abandoned():
+                raise StepAbandoned
             hidden += self._attention(
                 layer, rms_norm(hidden, layer.attn_norm, eps), batch, angles, pool[:, index]
             )
