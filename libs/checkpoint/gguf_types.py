@@ -38,6 +38,8 @@ SUPPORTED: dict[int, ElementType] = {
     30: ElementType("BF16", 1, 2),
 }
 
+_ROWS_AT_ONCE = 1024
+
 
 def check_tensors(header: GgufHeader) -> None:
     """Refuse element types that are not supported, and tensors that overlap or end behind the file."""
@@ -91,11 +93,19 @@ def read_tensor(header: GgufHeader, info: TensorInfo) -> NDArray[np.float32]:
 
 
 def _to_float32(raw: bytes, type_name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    from gguf import GGMLQuantizationType, dequantize
+    from gguf import GGMLQuantizationType, dequantize, quants
 
     rows = np.frombuffer(raw, np.uint8).reshape(*shape[:-1], -1)
-    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[type_name]).reshape(shape)
-    return values if values.flags.writeable else values.copy()
+    quantised = getattr(quants, type_name, None)
+    if quantised is None or len(shape) != 2:  # F32, F16, vectors
+        values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[type_name]).reshape(shape)
+        return values if values.flags.writeable else values.copy()
+    # `dequantize` would go by 16 rows, which costs twice the time; all at once costs five times the memory.
+    values = np.empty(shape, np.float32)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        values[part] = quantised.dequantize_rows(rows[part])
+    return values
 
 
 def _type_name(type_id: int) -> str:
