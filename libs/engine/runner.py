@@ -19,8 +19,10 @@ from libs.engine.plan import StepPlan, never
 from libs.engine.sampler import sample
 from libs.kernels.determinism import numerics
 from libs.kernels.matmul import Matmul, choose_matmul
+from libs.service.logs import get_logger
 from libs.wire.messages import Token
 
+log = get_logger()
 _DTYPES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -64,7 +66,9 @@ class TorchRunner:
         """As a worker starts it; `threads` None leaves torch's own number, all cores."""
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(checkpoint, pool, on_progress=on_progress)
+        runner = cls(checkpoint, pool, on_progress=on_progress)
+        log.info("model loaded", threads=torch.get_num_threads(), numerics=runner.numerics)
+        return runner
 
     @property
     def numerics(self) -> str:

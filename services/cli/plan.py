@@ -81,8 +81,6 @@ def _spec(settings: Settings, environ: Mapping[str, str], role: str, name: str, 
         env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     if role in ("prefill", "decode"):
         env["OMP_NUM_THREADS"] = str(threads)
-        # Rows of a matrix product must not depend on how many rows there are: MKL's strict mode.
-        env.setdefault("MKL_CBWR", "AVX2,STRICT")
     return ProcessSpec(
         name=name,
         argv=(sys.executable, "-P", "-m", "services.cli", role),  # -P: no imports from the current folder
