@@ -21,10 +21,11 @@ from tests.e2e.running import Baton
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
-STATUS_S = 1.5  # what `baton status` itself takes
+FREED_WITHIN_S = 2.0
+STATUS_S = 4.0  # what `baton status` itself may take where the cores are busy
 SIBLINGS = (
     "tokenize", "route", "prefill.queue", "kv.pull", "prefill.compute", "handoff", "decode.queue",
-    "decode.first_step",
+    "decode.first_step", "deliver",
 )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_sides(baton: Baton) -> No
                 )
                 client.sendall(head.encode() + body)
                 time.sleep(wait_s)
-            baton.until_idle(2.0 + STATUS_S)
+            baton.until_idle(FREED_WITHIN_S + STATUS_S)
 
 
 def test_random_aborts_leave_nothing(baton: Baton) -> None:
