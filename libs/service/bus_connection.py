@@ -86,6 +86,7 @@ class Connection:
         self._closing = False
         self._revival: asyncio.Task[None] | None = None
         self._last_error: Exception | None = None
+        self._refusal: Exception | None = None  # what the server said before it hung up
 
     @property
     def is_connected(self) -> bool:
@@ -102,9 +103,9 @@ class Connection:
                 self._opened = True
                 self._up.set()
                 return
-            reason = self._last_error or f"no answer within {timeout_s:g} s"
+            reason = self._refusal or self._last_error or f"no answer within {timeout_s:g} s"
         except (NatsError, OSError, ValueError) as error:
-            reason = error
+            reason = self._refusal or error
         await self._abandon(client)
         raise BusError(
             "",
@@ -163,6 +164,8 @@ class Connection:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
+        if "authorization" in str(error).lower():
+            self._refusal = error  # the lost socket that follows it says less
         if isinstance(error, SlowConsumerError):
             self._on_slow_consumer(error.sub)
         elif "permissions violation" in str(error).lower():

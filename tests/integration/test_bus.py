@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -371,6 +372,26 @@ class TestBrokenConnections:
                 assert bus.is_connected
         finally:
             stop_nats(process)
+
+    async def test_a_refusal_outlives_the_reset_that_follows(self) -> None:
+        """A server that refuses may hang up before its client has read why; a later attempt must not hide it."""
+        attempts = itertools.count()
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if next(attempts) == 0:
+                writer.write(b'INFO {"auth_required": true, "max_payload": 1048576}\r\n')
+                await reader.readline()
+                writer.write(b"-ERR 'Authorization Violation'\r\n")
+                await writer.drain()
+                await reader.read()
+            writer.transport.abort()
+
+        listener = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(BusError, match="Authorization"):
+            await asyncio.wait_for(Bus.connect(f"nats://127.0.0.1:{port}", "t", timeout_s=2), PATIENCE_S)
+        assert next(attempts) > 1
+        listener.close()
 
     async def test_a_denied_subject_is_logged(self, tmp_path: Path) -> None:
         """To the requester it looks like a responder that is silent; only the log tells."""
