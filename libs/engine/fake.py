@@ -1,7 +1,7 @@
 """A FAKE runner: no model. Its "KV" is the token ids themselves, and it draws from what it reads back.
 
-A token's id and position are written into the block bytes at its place, as the first 8 bytes of the first K
-vector and of the last V vector. The next token is a hash over those bytes of all positions so far, so a
+A token's id and position are written into the block bytes at its place, as the first 8 bytes of its share of the
+first K part and of the last V part. The next token is a hash over those bytes of all positions so far, so a
 missing, stale, misplaced or half copied block changes the answer; `fake_continuation` says what it must be.
 For tests and for load tests of everything but the model.
 """
@@ -102,7 +102,7 @@ class FakeRunner:
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
         self._before_step = before_step
-        shape = (pool.num_blocks, *pool.layout.block_shape[:-1], -1)
+        shape = (pool.num_blocks, *pool.layout.block_shape[:-1], self._block_size, -1)
         vectors = np.frombuffer(pool.map, np.uint8).reshape(shape)
         if vectors.shape[-1] < _MARK_BYTES:
             raise ValueError(

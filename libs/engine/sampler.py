@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from libs.engine.plan import Draw
 from libs.wire.messages import Sampling, Token
@@ -29,11 +28,11 @@ class LogitsError(ArithmeticError):
     """Logits that are no numbers: damaged weights or KV. Nothing was drawn."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Token]:
+def sample(logits: Floats, draws: Sequence[Draw]) -> list[Token]:
     """One token for each row of `logits`, float32 [draws, vocabulary]. Raises LogitsError."""
     if not draws:
         return []
-    return [_sample_row(row, draw) for row, draw in zip(logits.numpy(), draws, strict=True)]
+    return [_sample_row(row, draw) for row, draw in zip(logits, draws, strict=True)]
 
 
 def _sample_row(row: Floats, draw: Draw) -> Token:

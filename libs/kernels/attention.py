@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from libs.kernels.attention_plan import AttentionGroup, Tile
-from libs.kernels.kv import kv_read
+from libs.kernels.kv import LayerKv, kv_read
 from libs.kernels.matmul import Matmul
 from libs.kernels.workspace import Workspace
 
@@ -37,18 +37,18 @@ class _Sums:
 
 
 def paged_attention(
-    query: Tensor, pool_layer: Tensor, group: AttentionGroup, matmul: Matmul, workspace: Workspace
+    query: Tensor, layer: LayerKv, group: AttentionGroup, matmul: Matmul, workspace: Workspace
 ) -> Tensor:
     """Causal softmax(q k / sqrt(dim)) v: [sequences * rows, heads, dim] -> [sequences * rows, heads * dim]
 
     The keys and values of the rows themselves must stand in the pool already.
     """
     num_tokens, num_heads, dim = query.shape
-    num_kv_heads = pool_layer.shape[2]
+    num_kv_heads = layer.keys.shape[1]
     shape = (group.num_sequences, group.num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     sums = _start(query.view(shape), workspace)
     for tile in group.tiles:
-        _add_tile(sums, tile, shape[3], pool_layer, matmul, workspace)
+        _add_tile(sums, tile, shape[3], layer, matmul, workspace)
     mixed = _by_row(
         sums.mixed / sums.total, group.num_rows, shape[3]
     )  # a new tensor: the result outlives scratch
@@ -75,15 +75,15 @@ def _start(query: Tensor, workspace: Workspace) -> _Sums:
 
 
 def _add_tile(
-    sums: _Sums, tile: Tile, group_size: int, pool_layer: Tensor, matmul: Matmul, workspace: Workspace
+    sums: _Sums, tile: Tile, group_size: int, layer: LayerKv, matmul: Matmul, workspace: Workspace
 ) -> None:
     rows = slice(tile.first_row * group_size, None)
     queries, maximum, total, mixed = (
         part[tile.sequences, :, rows] for part in (sums.queries, sums.maximum, sums.total, sums.mixed)
     )
-    keys, values = _read(pool_layer, tile, workspace)
-    scores = workspace.take("attention.scores", (*queries.shape[:3], keys.shape[2]))
-    matmul.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores.flatten(0, 1))
+    keys, values = _read(layer, tile, workspace)
+    scores = workspace.take("attention.scores", (*queries.shape[:3], keys.shape[3]))
+    matmul.bmm(queries.flatten(0, 1), keys.flatten(0, 1), out=scores.flatten(0, 1))
     if tile.bias is not None:
         _by_row(scores, tile.bias.shape[2], group_size).add_(tile.bias)
     highest = torch.maximum(scores.amax(-1, keepdim=True), maximum)
@@ -98,13 +98,14 @@ def _add_tile(
     maximum.copy_(highest)
 
 
-def _read(pool_layer: Tensor, tile: Tile, workspace: Workspace) -> tuple[Tensor, Tensor]:
+def _read(layer: LayerKv, tile: Tile, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """Keys and values of a tile. Behind a sequence's end stale bytes may be NaN, which a weight of 0 keeps: zeroed."""
-    kv = kv_read(pool_layer, tile.blocks, workspace)
+    keys, values = kv_read(layer, tile.blocks, workspace)
     for index, written in enumerate(tile.written):
-        if written < kv.shape[3]:
-            kv[:, index, :, written:].zero_()
-    return kv[0], kv[1]
+        if written < values.shape[2]:
+            keys[index, :, :, written:].zero_()
+            values[index, :, written:].zero_()
+    return keys, values
 
 
 def _by_row(x: Tensor, num_rows: int, group_size: int) -> Tensor:
@@ -114,7 +115,7 @@ def _by_row(x: Tensor, num_rows: int, group_size: int) -> Tensor:
 
 def attention_reference(
     query: Tensor,
-    pool_layer: Tensor,
+    layer: LayerKv,
     tables: list[list[int]],
     ends: list[int],
     num_rows: int,
@@ -125,8 +126,11 @@ def attention_reference(
     per_sequence = query.double().view(len(ends), num_rows, num_heads, dim)
     results = []
     for rows, table, end in zip(per_sequence, tables, ends, strict=True):
-        kv = pool_layer[table].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
-        keys, values = kv.repeat_interleave(num_heads // kv.shape[1], dim=1)
+        keys = (
+            layer.keys[table].double().permute(1, 0, 3, 2).flatten(1, 2)[:, :end]
+        )  # [kv_heads, tokens, dim]
+        values = layer.values[table].double().transpose(0, 1).flatten(1, 2)[:, :end]
+        keys, values = (kv.repeat_interleave(num_heads // len(kv), dim=0) for kv in (keys, values))
         positions = torch.arange(end - num_rows, end)[:, None]
         hidden = torch.arange(end) > positions
         if window is not None:

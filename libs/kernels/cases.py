@@ -7,7 +7,7 @@ register's width, one head, blocks that do not divide a tile, stale NaN where no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from libs.kernels.activation import silu_mul_reference
 from libs.kernels.attention import attention_reference
-from libs.kernels.kv import kv_read_reference, kv_write_reference
+from libs.kernels.kv import LayerKv, kv_read_reference, kv_write_reference
 from libs.kernels.norm import rms_norm_reference
 from libs.kernels.rope import rope_reference
 
@@ -77,27 +77,33 @@ def rope_cases() -> Iterator[Case]:
         yield Case(f"{rows}x{heads}x{dim}", (x, positions, frequencies), expected)
 
 
+def as_one(keys: Tensor, values: Tensor) -> Tensor:
+    """Keys [..., dim, tokens] and values [..., tokens, dim] as [k or v, ..., tokens, dim] in float32."""
+    return torch.stack([keys.transpose(-1, -2), values]).float()
+
+
 def kv_write_cases() -> Iterator[Case]:
-    """A version returns the pool's layer after the write."""
+    """A version returns the pool's layer after the write, `as_one`."""
     random = torch.Generator().manual_seed(5)
     for dtype, rows in itertools.product((torch.float16, torch.float32), _ROWS):
-        pool_layer = _pool_layer(random, dtype, block_size=16, num_heads=3, dim=64)
-        places = torch.randperm(len(pool_layer) * 16, generator=random)[:rows]
+        layer = _layer_kv(random, dtype, block_size=16, num_heads=3, dim=64)
+        places = torch.randperm(len(layer.keys) * 16, generator=random)[:rows]
         keys, values = _normal(random, rows, 3, 64), _normal(random, rows, 3, 64)
         keys[0, 0, 0] = 1e6  # beyond float16
-        arguments = (pool_layer, keys, values, places // 16, places % 16)
-        expected = pool_layer.clone()
+        arguments = (layer, keys, values, places // 16, places % 16)
+        expected = layer.copy()
         kv_write_reference(expected, *arguments[1:])
-        yield Case(f"{dtype}, {rows} tokens", arguments, expected.float())
+        yield Case(f"{dtype}, {rows} tokens", arguments, as_one(expected.keys, expected.values))
 
 
 def kv_read_cases() -> Iterator[Case]:
+    """A version returns keys and values `as_one`."""
     random = torch.Generator().manual_seed(6)
     for dtype, sequences in itertools.product((torch.float16, torch.float32), (1, 5)):
-        pool_layer = _pool_layer(random, dtype, block_size=16, num_heads=3, dim=64)
-        blocks = torch.randint(0, len(pool_layer), (sequences, 16), generator=random)
-        expected = kv_read_reference(pool_layer, blocks)
-        yield Case(f"{dtype}, {sequences} sequences", (pool_layer, blocks), expected)
+        layer = _layer_kv(random, dtype, block_size=16, num_heads=3, dim=64)
+        blocks = torch.randint(0, len(layer.keys), (sequences, 16), generator=random)
+        expected = as_one(*kv_read_reference(layer, blocks))
+        yield Case(f"{dtype}, {sequences} sequences", (layer, blocks), expected)
 
 
 # heads, kv heads, dim, tokens in a block, sliding window, query rows, lengths (longest first)
@@ -114,47 +120,58 @@ _ATTENTION: tuple[tuple[int, int, int, int, int | None, int, tuple[int, ...]], .
     (4, 2, 16, 16, 1, 1, (300, 5)),
     (4, 2, 16, 16, 100, 1, (900, 600, 300, 90)),
     (4, 2, 16, 16, 256, 64, (900,)),
+    (2, 2, 8, 5, None, 3, (77, 6, 3)),  # a head narrower than a register, blocks of no multiple of anything
+    (8, 1, 80, 32, None, 1, (300, 17, 1)),  # eight query heads for a kv head
+    (8, 1, 80, 32, None, 20, (300, 20)),
+    (5, 1, 64, 48, None, 2, (100, 49, 2)),
+    (8, 2, 64, 64, None, 1, (65, 5)),  # a last block with little in it
+    (2, 1, 64, 16, None, 1, (8192,)),
+    (2, 1, 64, 16, 5000, 12, (8192,)),
+    (4, 2, 80, 5, 7, 11, (100, 60, 11)),
+    (3, 1, 128, 16, 300, 3, (1000, 301, 3)),
 )
 
 
 def attention_cases() -> Iterator[Case]:
-    """A version takes query, pool layer, block tables, lengths, rows and window."""
+    """A version takes query, layer of the pool, block tables, lengths, rows and window."""
     random = torch.Generator().manual_seed(7)
     shapes = itertools.product((torch.float16, torch.float32), _ATTENTION)
     for dtype, (heads, kv_heads, dim, block_size, window, rows, ends) in shapes:
         counts = [-(-end // block_size) for end in ends]
         num_blocks = sum(counts) + 3
-        pool_layer = _pool_layer(random, dtype, block_size, kv_heads, dim, num_blocks)
+        layer = _layer_kv(random, dtype, block_size, kv_heads, dim, num_blocks)
         ids = iter(torch.randperm(num_blocks, generator=random).tolist())
         tables = [list(itertools.islice(ids, count)) for count in counts]
-        _spoil_unwritten(pool_layer, tables, ends, list(ids))
+        spoil_unwritten(layer, tables, ends, list(ids))
         query = _normal(random, len(ends) * rows, heads, dim) * 3
-        arguments = (query, pool_layer, tables, list(ends), rows, window)
+        arguments = (query, layer, tables, list(ends), rows, window)
         name = f"{dtype}, {heads}/{kv_heads}x{dim}, blocks of {block_size}, window {window}, {rows} of {ends}"
         yield Case(name, arguments, attention_reference(*arguments))
 
 
-def _pool_layer(
+def _layer_kv(
     random: torch.Generator,
     dtype: torch.dtype,
     block_size: int,
     num_heads: int,
     dim: int,
     num_blocks: int = 40,
-) -> Tensor:
+) -> LayerKv:
     """One layer of a pool of three: as in the engine, its blocks are not adjacent."""
-    pool = _normal(random, num_blocks, 3, 2, num_heads, block_size, dim).to(dtype)
-    return pool[:, 1]
+    pool = _normal(random, num_blocks, 3, 2, num_heads, block_size * dim).to(dtype)
+    return LayerKv.of(pool[:, 1], dim)
 
 
-def _spoil_unwritten(
-    pool_layer: Tensor, tables: list[list[int]], ends: tuple[int, ...], unused: list[int]
+def spoil_unwritten(
+    layer: LayerKv, tables: Sequence[Sequence[int]], ends: Sequence[int], unused: list[int]
 ) -> None:
     """NaN in blocks of nobody and behind each sequence's end."""
-    pool_layer[unused] = torch.nan
+    layer.keys[unused] = torch.nan
+    layer.values[unused] = torch.nan
     for table, end in zip(tables, ends, strict=True):
-        used = end - (len(table) - 1) * pool_layer.shape[3]
-        pool_layer[table[-1], :, :, used:] = torch.nan
+        used = end - (len(table) - 1) * layer.block_size
+        layer.keys[table[-1], :, :, used:] = torch.nan
+        layer.values[table[-1], :, used:] = torch.nan
 
 
 def _normal(random: torch.Generator, *shape: int) -> Tensor:

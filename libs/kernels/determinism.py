@@ -59,16 +59,17 @@ def _linear_is_invariant(k: int, n: int, generator: torch.Generator) -> bool:
 
 def _bmm_is_invariant(generator: torch.Generator) -> bool:
     rows = torch.empty(9, _NUM_ROWS, 64).uniform_(-1, 1, generator=generator)
-    keys = torch.empty(9, 256, 64).uniform_(-1, 1, generator=generator)
-    whole = _attend(rows, keys)
+    keys = torch.empty(9, 64, 256).uniform_(-1, 1, generator=generator)
+    values = torch.empty(9, 256, 64).uniform_(-1, 1, generator=generator)
+    whole = _attend(rows, keys, values)
     return all(
-        torch.equal(_attend(rows[i:j, a:b], keys[i:j]), whole[i:j, a:b])
+        torch.equal(_attend(rows[i:j, a:b], keys[i:j], values[i:j]), whole[i:j, a:b])
         for i, j in _BATCHES
         for a, b in _SLICES
         if b - a > 1  # a single row takes another path; attention pads it
     )
 
 
-def _attend(rows: Tensor, keys: Tensor) -> Tensor:
-    """The two products of attention, with their operands transposed as there."""
-    return torch.bmm(torch.bmm(rows, keys.transpose(1, 2)), keys)
+def _attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The two products of attention, with their operands laid out as there: keys [batch, dim, tokens]."""
+    return torch.bmm(torch.bmm(rows, keys), values)

@@ -17,8 +17,8 @@ from libs.kernels import cases
 from libs.kernels.activation import silu_mul
 from libs.kernels.attention import paged_attention
 from libs.kernels.attention_plan import plan_attention
-from libs.kernels.cases import Case
-from libs.kernels.kv import kv_read, kv_write
+from libs.kernels.cases import Case, as_one
+from libs.kernels.kv import LayerKv, kv_read, kv_write
 from libs.kernels.matmul import Matmul, NativeMatmul, TiledMatmul
 from libs.kernels.norm import rms_norm
 from libs.kernels.rope import RopeTable, rope
@@ -42,27 +42,27 @@ def _rope(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return out
 
 
-def _kv_write(pool_layer: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    result = pool_layer.clone()
+def _kv_write(layer: LayerKv, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    result = layer.copy()
     kv_write(result, keys, values, blocks, offsets, Workspace())
-    return result.float()
+    return as_one(result.keys, result.values)
 
 
-def _kv_read(pool_layer: Tensor, blocks: Tensor) -> Tensor:
-    return kv_read(pool_layer, blocks, Workspace())
+def _kv_read(layer: LayerKv, blocks: Tensor) -> Tensor:
+    return as_one(*kv_read(layer, blocks, Workspace()))
 
 
 def _attention(
     matmul: Matmul,
     query: Tensor,
-    pool_layer: Tensor,
+    layer: LayerKv,
     tables: list[list[int]],
     ends: list[int],
     num_rows: int,
     window: int | None,
 ) -> Tensor:
-    group = plan_attention(tables, ends, num_rows, pool_layer.shape[3], window)
-    return paged_attention(query, pool_layer, group, matmul, Workspace())
+    group = plan_attention(tables, ends, num_rows, layer.block_size, window)
+    return paged_attention(query, layer, group, matmul, Workspace())
 
 
 OPERATIONS = (

@@ -17,6 +17,7 @@ from libs.kernels.activation import silu_mul
 from libs.kernels.attention import paged_attention
 from libs.kernels.attention_plan import plan_attention
 from libs.kernels.environment import mkl_branch
+from libs.kernels.kv import LayerKv
 from libs.kernels.matmul import Matmul, NativeMatmul, TiledMatmul, choose_matmul
 from libs.kernels.norm import rms_norm
 from libs.kernels.rope import RopeTable, rope
@@ -63,7 +64,7 @@ def test_attention_of_a_row_alone_and_together(group_size: int) -> None:
     """As the only row, as one of many sequences, and as part of a chunk."""
     kernel = choose_matmul([(64, 256)])
     random = torch.Generator().manual_seed(0)
-    pool = torch.randn(120, 2, 2, 16, 64, generator=random).half()
+    pool = LayerKv.of(torch.randn(120, 2, 2, 16 * 64, generator=random).half(), 64)
     tables = [torch.randperm(120, generator=random)[:40].tolist() for _ in range(6)]
     ends = [640, 512, 511, 257, 256, 16]
     num_rows = 16
@@ -80,7 +81,7 @@ def test_attention_of_a_row_alone_and_together(group_size: int) -> None:
 
 def test_results_outlive_the_workspace() -> None:
     """One row of one sequence is the shape in which the result could be a view of scratch memory."""
-    workspace, pool = Workspace(), torch.randn(4, 2, 2, 16, 16)
+    workspace, pool = Workspace(), LayerKv.of(torch.randn(4, 2, 2, 16 * 16), 16)
     group = plan_attention([[0, 1]], [20], 1, 16)
     first = paged_attention(torch.randn(1, 4, 16), pool, group, NativeMatmul(), workspace)
     kept = first.clone()

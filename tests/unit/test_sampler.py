@@ -8,31 +8,40 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from libs.engine import sampler
 from libs.engine.plan import Draw
 from libs.engine.sampler import LogitsError, sample, uniform
 from libs.wire.messages import Sampling
 
+Floats = NDArray[np.float32]
+
 
 def draw(history: list[int] | None = None, num_prompt_tokens: int = 0, **options: Any) -> Draw:
     return Draw(Sampling(**options), history or [], num_prompt_tokens)
 
 
-def logits_of(*probabilities: float) -> Tensor:
-    return torch.tensor(probabilities, dtype=torch.float32).log()[None]
+def rows_of(*rows: list[float]) -> Floats:
+    return np.array(rows, np.float32)
 
 
-def drawn(logits: Tensor, num_draws: int = 2000, **options: Any) -> list[int]:
+def random_rows(count: int, size: int, seed: int) -> Floats:
+    return np.random.default_rng(seed).standard_normal((count, size), np.float32)
+
+
+def logits_of(*probabilities: float) -> Floats:
+    return np.log(np.array([probabilities], np.float32))
+
+
+def drawn(logits: Floats, num_draws: int = 2000, **options: Any) -> list[int]:
     """How often each token is drawn, over seeds 0, 1, ..."""
     draws = [draw(seed=seed, **options) for seed in range(num_draws)]
-    tokens = sample(logits.expand(num_draws, -1), draws)
+    tokens = sample(np.broadcast_to(logits, (num_draws, logits.shape[1])), draws)
     return np.bincount([token.id for token in tokens], minlength=logits.shape[1]).tolist()
 
 
-def support(logits: Tensor, **options: Any) -> set[int]:
+def support(logits: Floats, **options: Any) -> set[int]:
     return {i for i, count in enumerate(drawn(logits, 500, **options)) if count}
 
 
@@ -40,33 +49,33 @@ def support(logits: Tensor, **options: Any) -> set[int]:
 
 
 def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, -1.0, -2.0, 0.0], [-5.0, -6.0, -7.0, -4.0]])
+    logits = rows_of([1.0, 3.0, 3.0, 2.0], [0.0, -1.0, -2.0, 0.0], [-5.0, -6.0, -7.0, -4.0])
     assert [token.id for token in sample(logits, [draw(temperature=0.0)] * 3)] == [1, 0, 3]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-4, 1e-3])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
-    logits = torch.tensor([[100.0, 101.0, -1000.0, 100.9]])
+    logits = rows_of([100.0, 101.0, -1000.0, 100.9])
     assert support(logits, temperature=temperature) == {1}
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, 10), []) == []
+    assert sample(np.empty((0, 10), np.float32), []) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float) -> None:
-    logits = torch.zeros(2, 8)
+    logits = np.zeros((2, 8), np.float32)
     logits[1, 5] = bad
     with pytest.raises(LogitsError, match="token 5 at position 3"):
         sample(logits, [draw([1, 2, 3], 3, temperature=temperature)] * 2)
     with pytest.raises(LogitsError):
-        sample(torch.full((1, 8), -math.inf), [draw(temperature=temperature)])
+        sample(np.full((1, 8), -np.inf, np.float32), [draw(temperature=temperature)])
 
 
 def test_minus_infinity_is_never_drawn() -> None:
-    assert support(torch.tensor([[0.0, -math.inf, 0.0, -math.inf]]), temperature=5.0) == {0, 2}
+    assert support(rows_of([0.0, -math.inf, 0.0, -math.inf]), temperature=5.0) == {0, 2}
 
 
 # ---------------------------------------------------------------- the generator
@@ -92,7 +101,7 @@ def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
 
 def test_a_draw_depends_on_its_row_seed_and_position_alone() -> None:
     rng = random.Random(0)
-    logits = torch.randn(17, 3000, generator=torch.Generator().manual_seed(0)) * 3
+    logits = random_rows(17, 3000, seed=0) * 3
     options: list[dict[str, Any]] = [
         {},
         {"top_p": 0.9},
@@ -114,7 +123,7 @@ def test_a_draw_depends_on_its_row_seed_and_position_alone() -> None:
 
 
 def test_seed_and_position_change_the_draw() -> None:
-    logits = torch.zeros(1, 1000)
+    logits = np.zeros((1, 1000), np.float32)
     by_seed = [sample(logits, [draw([1], 1, seed=seed)])[0].id for seed in range(20)]
     by_position = [sample(logits, [draw([1] * n, 1, seed=3)])[0].id for n in range(1, 21)]
     assert len(set(by_seed)) > 15
@@ -138,7 +147,7 @@ def test_top_k() -> None:
     assert support(logits, top_k=1) == {1}
     assert support(logits, top_k=3) == {1, 2, 3}
     assert support(logits, top_k=100) == {0, 1, 2, 3}
-    assert support(torch.tensor([[1.0, 5.0, 5.0, 5.0, 5.0]]), top_k=2) == {1, 2}  # ties: by id
+    assert support(rows_of([1.0, 5.0, 5.0, 5.0, 5.0]), top_k=2) == {1, 2}  # ties: by id
 
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
@@ -171,8 +180,7 @@ def test_kept_tokens_keep_their_proportions() -> None:
 
 @pytest.mark.parametrize("head", [1, 7, 64])
 def test_ranking_a_part_first_changes_nothing(monkeypatch: pytest.MonkeyPatch, head: int) -> None:
-    random_logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(1))
-    flat_and_peaked = random_logits * torch.linspace(0.01, 6, 40)[:, None]
+    flat_and_peaked = random_rows(40, 500, seed=1) * np.linspace(0.01, 6, 40, dtype=np.float32)[:, None]
     options: list[dict[str, Any]] = [
         {},
         {"top_p": 0.3},
@@ -227,7 +235,7 @@ def test_penalties(options: dict[str, float]) -> None:
     expected = penalised(logits, history, 6, **options)
     assert expected != penalised(logits, history, 6)
     ranking = sorted(range(12), key=lambda i: -expected[i])
-    rows = torch.tensor([logits] * 12)
+    rows = rows_of(*[logits] * 12)
     for i in range(12):
         rows[i, ranking[:i]] = -math.inf
     tokens = sample(rows, [draw(history, 6, temperature=0.0, **options)] * 12)
@@ -235,7 +243,7 @@ def test_penalties(options: dict[str, float]) -> None:
 
 
 def test_prompt_tokens_count_for_repetition_alone() -> None:
-    logits = torch.tensor([[1.0, 0.9]])
+    logits = rows_of([1.0, 0.9])
     assert sample(logits, [draw([0], 1, temperature=0.0, repetition_penalty=2.0)])[0].id == 1
     assert sample(logits, [draw([0], 1, temperature=0.0, frequency_penalty=2.0)])[0].id == 0
     assert sample(logits, [draw([0], 1, temperature=0.0, presence_penalty=2.0)])[0].id == 0
@@ -248,17 +256,18 @@ def test_prompt_tokens_count_for_repetition_alone() -> None:
     "options", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 5}, {"repetition_penalty": 3.0}], ids=str
 )
 def test_logprobs_are_those_of_the_raw_logits(options: dict[str, Any]) -> None:
-    logits = torch.randn(8, 2000, generator=torch.Generator().manual_seed(2)) * 4
-    expected = logits.double().log_softmax(-1)
+    logits = random_rows(8, 2000, seed=2) * 4
+    exact = logits.astype(np.float64)
+    expected = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
     for i, token in enumerate(sample(logits, [draw([3, 4], 1, logprobs=4, **options)] * 8)):
         assert token.logprob == pytest.approx(float(expected[i, token.id]), abs=1e-5)
-        best = expected[i].topk(4)
-        assert [id for id, _ in token.top] == best.indices.tolist()
-        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        best = np.argsort(-expected[i])[:4]
+        assert [id for id, _ in token.top] == best.tolist()
+        assert [value for _, value in token.top] == pytest.approx(expected[i, best].tolist(), abs=1e-5)
 
 
 def test_how_many_logprobs() -> None:
-    logits = torch.tensor([[2.0, 1.0, 1.0]])
+    logits = rows_of([2.0, 1.0, 1.0])
     for asked, ids in ((0, []), (2, [0, 1]), (3, [0, 1, 2]), (20, [0, 1, 2])):
         (token,) = sample(logits, [draw(temperature=0.0, logprobs=asked)])
         assert token.logprob is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from libs.engine.plan import StepAbandoned, never
 from libs.kernels.activation import silu_mul
 from libs.kernels.attention import paged_attention
 from libs.kernels.attention_plan import AttentionGroup
-from libs.kernels.kv import kv_write
+from libs.kernels.kv import LayerKv, kv_write
 from libs.kernels.matmul import Matmul
 from libs.kernels.norm import rms_norm
 from libs.kernels.rope import RopeTable, rope
@@ -33,26 +33,26 @@ class Llama:
         self._rope = RopeTable.build(rope_frequencies(config), min(max_tokens, config.context_length))
         self._workspace = Workspace()
 
-    def forward(self, batch: Batch, pool: Tensor, is_abandoned: Callable[[], bool] = never) -> Tensor:
-        """Write the KV of the batch's tokens to `pool`; logits of the drawn ones, [drawn, vocabulary].
+    def forward(
+        self, batch: Batch, kv: Sequence[LayerKv], is_abandoned: Callable[[], bool] = never
+    ) -> Tensor:
+        """Write the KV of the batch's tokens to `kv`, one a layer; logits of the drawn ones, [drawn, vocabulary].
 
-        `pool` is [block, layer, k or v, kv_head, token, dim]. Raises StepAbandoned before the next layer.
+        Raises StepAbandoned before the next layer.
         """
         weights, eps = self._weights, self.config.rms_norm_eps
         hidden = weights.embed[batch.tokens]
         angles = self._rope.at(batch.positions)
-        for index, layer in enumerate(weights.layers):
+        for layer, layer_kv in zip(weights.layers, kv, strict=True):
             if is_abandoned():
                 raise StepAbandoned
-            hidden += self._attention(
-                layer, rms_norm(hidden, layer.attn_norm, eps), batch, angles, pool[:, index]
-            )
+            hidden += self._attention(layer, rms_norm(hidden, layer.attn_norm, eps), batch, angles, layer_kv)
             hidden += self._mlp(layer, rms_norm(hidden, layer.mlp_norm, eps))
         drawn = rms_norm(hidden[batch.drawn], weights.norm, eps)
         return self._matmul.linear(drawn, weights.head)
 
     def _attention(
-        self, layer: LayerWeights, x: Tensor, batch: Batch, angles: RopeTable, pool_layer: Tensor
+        self, layer: LayerWeights, x: Tensor, batch: Batch, angles: RopeTable, kv: LayerKv
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
@@ -62,9 +62,9 @@ class Llama:
         turned = torch.empty(query_key.shape)
         rope(query_key, angles, out=turned)
         query, keys = torch.split(turned, [num_heads, num_kv_heads], dim=1)
-        kv_write(pool_layer, keys, values, batch.blocks, batch.offsets, self._workspace)
+        kv_write(kv, keys, values, batch.blocks, batch.offsets, self._workspace)
         mixed = [
-            paged_attention(part, pool_layer, group, self._matmul, self._workspace)
+            paged_attention(part, kv, group, self._matmul, self._workspace)
             for part, group in _parts(query, batch)
         ]
         return self._matmul.linear(mixed[0] if len(mixed) == 1 else torch.cat(mixed), layer.o)
