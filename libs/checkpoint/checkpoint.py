@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from libs.checkpoint.config import ModelConfig
 from libs.checkpoint.fingerprint import fingerprint_files
+from libs.checkpoint.raw import RawTensor, StoredType
 from libs.checkpoint.tokenizer_data import GgufTokenizer, HfTokenizer
 
 
@@ -23,6 +24,12 @@ class Weights(Protocol):
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A fresh array. Raises KeyError for a name that is not in `names`, CheckpointError for bad bytes."""
+
+    def stored(self, name: str) -> StoredType:
+        """How the file keeps it. Raises KeyError for a name that is not in `names`."""
+
+    def read_raw(self, name: str, rows: range) -> RawTensor:
+        """Consecutive rows of a matrix as they are stored; raises as `read` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +56,22 @@ class Checkpoint:
         for an unknown name, CheckpointError where the file changed or cannot be read any more.
         """
         return self.weights.read(name)
+
+    def stored(self, name: str) -> StoredType:
+        """Type and shape of a weight in the file. Raises KeyError for an unknown name."""
+        return self.weights.stored(name)
+
+    def raw(self, name: str, rows: range | None = None) -> RawTensor:
+        """A matrix as it is stored, without dequantising: all rows, or the consecutive ones of `rows`.
+
+        Rows of q and k are in the order for rotation by halves here too. Raises KeyError for an unknown name,
+        ValueError for rows that it does not have, CheckpointError where the file changed or cannot be read.
+        """
+        shape = self.weights.stored(name).shape
+        rows = range(shape[0]) if rows is None else rows
+        if len(shape) != 2 or rows.step != 1 or not 0 <= rows.start <= rows.stop <= shape[0]:
+            raise ValueError(f"{name!r} of shape {list(shape)} has no rows {rows}")
+        return self.weights.read_raw(name, rows)
 
     def fingerprint(self, cache_dir: Path) -> str:
         """SHA-256 (hex) over the content of the files; equal on every machine that has the same files.

@@ -15,8 +15,9 @@ from libs.checkpoint.config import ModelConfig, RopeScaling, check_config
 from libs.checkpoint.errors import CheckpointError, UnsupportedModel
 from libs.checkpoint.gguf_file import GgufHeader, read_header
 from libs.checkpoint.gguf_metadata import Metadata, eos_token_ids, read_tokenizer
-from libs.checkpoint.gguf_types import check_tensors, read_tensor
+from libs.checkpoint.gguf_types import SUPPORTED, check_tensors, read_rows, read_tensor
 from libs.checkpoint.parameters import Parameter, parameters
+from libs.checkpoint.raw import RawTensor, StoredType
 from libs.checkpoint.rope import interleaved_to_halves
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM2 call themselves llama
@@ -68,6 +69,23 @@ class GgufWeights:
         if self.permuted and parameter.rope_heads is not None:
             return interleaved_to_halves(values, parameter.rope_heads)
         return values
+
+    def stored(self, name: str) -> StoredType:
+        info = self.header.tensors[self.by_name[name].gguf_name]
+        return StoredType(SUPPORTED[info.type_id].name, info.shape)
+
+    def read_raw(self, name: str, rows: range) -> RawTensor:
+        parameter = self.by_name[name]
+        info = self.header.tensors[parameter.gguf_name]
+        if not (self.permuted and parameter.rope_heads is not None and rows):
+            data = read_rows(self.header, info, rows)
+        else:  # within a head: what is read is at most a head longer than what is wanted
+            places = interleaved_to_halves(np.arange(info.shape[0]), parameter.rope_heads)[
+                rows.start : rows.stop
+            ]
+            first = int(places.min())
+            data = read_rows(self.header, info, range(first, int(places.max()) + 1))[places - first]
+        return RawTensor(SUPPORTED[info.type_id].name, (len(rows), *info.shape[1:]), data)
 
 
 def _read_config(metadata: Metadata, header: GgufHeader) -> ModelConfig:

@@ -80,16 +80,28 @@ def num_bytes(path: Path, info: TensorInfo) -> int:
 
 def read_tensor(header: GgufHeader, info: TensorInfo) -> NDArray[np.float32]:
     """The tensor as fresh float32 of `info.shape`. The header has passed `check_tensors`."""
-    size = num_bytes(header.path, info)
+    raw = _read(header, info, 0, num_bytes(header.path, info))
+    return _to_float32(raw, SUPPORTED[info.type_id].name, info.shape)
+
+
+def read_rows(header: GgufHeader, info: TensorInfo, rows: range) -> NDArray[np.uint8]:
+    """Consecutive rows of a matrix as they are in the file, [rows, bytes of a row]."""
+    row_bytes = num_bytes(header.path, info) // info.shape[0]
+    raw = _read(header, info, rows.start * row_bytes, len(rows) * row_bytes)
+    return np.frombuffer(raw, np.uint8).reshape(len(rows), row_bytes)
+
+
+def _read(header: GgufHeader, info: TensorInfo, offset: int, size: int) -> bytes:
+    """`size` bytes of the tensor, from `offset` within it."""
     try:
         with header.path.open("rb") as file:
-            file.seek(header.data_start + info.offset)
+            file.seek(header.data_start + info.offset + offset)
             raw = file.read(size)
     except OSError as error:
         raise CheckpointError(header.path, f"cannot be read: {error.strerror}") from error
     if len(raw) != size:
         raise CheckpointError(header.path, f"was cut short while in use, in tensor {info.name!r}")
-    return _to_float32(raw, SUPPORTED[info.type_id].name, info.shape)
+    return raw
 
 
 def _to_float32(raw: bytes, type_name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

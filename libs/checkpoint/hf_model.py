@@ -16,7 +16,8 @@ from libs.checkpoint.hf_config import CONFIG_FILE, read_config
 from libs.checkpoint.hf_json import HfIndex, read_json
 from libs.checkpoint.hf_tokenizer import chat_template, eos_token_ids, read_tokenizer
 from libs.checkpoint.parameters import Parameter, parameters
-from libs.checkpoint.safetensors_file import StoredTensor, check_dtype, read_table, read_tensor
+from libs.checkpoint.raw import RawTensor, StoredType
+from libs.checkpoint.safetensors_file import StoredTensor, check_dtype, read_rows, read_table, read_tensor
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,6 +52,14 @@ class HfWeights:
 
     def read(self, name: str) -> NDArray[np.float32]:
         return read_tensor(self.by_name[name])
+
+    def stored(self, name: str) -> StoredType:
+        tensor = self.by_name[name]
+        return StoredType(tensor.dtype, tensor.shape)
+
+    def read_raw(self, name: str, rows: range) -> RawTensor:
+        tensor = self.by_name[name]
+        return RawTensor(tensor.dtype, (len(rows), *tensor.shape[1:]), read_rows(tensor, rows))
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libs.checkpoint.config import ModelConfig, RopeScaling
+
+_T = TypeVar("_T", bound=np.generic)
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float64]:
@@ -36,7 +39,7 @@ def _llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[n
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
-def interleaved_to_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def interleaved_to_halves(rows: NDArray[_T], num_heads: int) -> NDArray[_T]:
     """Reorder the rows of a q or k projection, [num_heads * head_dim, ...], for rotation by halves.
 
     GGUF files of the llama architecture keep rotary pair i of a head in rows (2i, 2i + 1); the engine

@@ -108,15 +108,7 @@ def check_dtype(tensor: StoredTensor) -> None:
 
 def read_tensor(tensor: StoredTensor) -> NDArray[np.float32]:
     """The tensor as fresh float32 of `tensor.shape`."""
-    size = tensor.end - tensor.start
-    try:
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.start)
-            raw = bytearray(file.read(size))
-    except OSError as error:
-        raise CheckpointError(tensor.path, f"cannot be read: {error.strerror}") from error
-    if len(raw) != size:
-        raise CheckpointError(tensor.path, f"was cut short while in use, in tensor {tensor.name!r}")
+    raw = _read(tensor, tensor.start, tensor.end - tensor.start)
     if tensor.dtype == "F32":
         return np.frombuffer(raw, "<f4").reshape(tensor.shape)
     if tensor.dtype == "F16":
@@ -125,3 +117,23 @@ def read_tensor(tensor: StoredTensor) -> NDArray[np.float32]:
     bits = np.frombuffer(raw, "<u2").astype(np.uint32)
     bits <<= 16
     return bits.view(np.float32).reshape(tensor.shape)
+
+
+def read_rows(tensor: StoredTensor, rows: range) -> NDArray[np.uint8]:
+    """Consecutive rows of a matrix as they are in the file, [rows, bytes of a row]."""
+    row_bytes = (tensor.end - tensor.start) // tensor.shape[0]
+    raw = _read(tensor, tensor.start + rows.start * row_bytes, len(rows) * row_bytes)
+    return np.frombuffer(raw, np.uint8).reshape(len(rows), row_bytes)
+
+
+def _read(tensor: StoredTensor, start: int, size: int) -> bytearray:
+    """`size` bytes from `start` of the file, within the tensor."""
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(start)
+            raw = bytearray(file.read(size))
+    except OSError as error:
+        raise CheckpointError(tensor.path, f"cannot be read: {error.strerror}") from error
+    if len(raw) != size:
+        raise CheckpointError(tensor.path, f"was cut short while in use, in tensor {tensor.name!r}")
+    return raw

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from libs.checkpoint.config import ModelConfig
+from libs.engine.model.source import TensorSource
 
 Progress = Callable[[int, int], None]  # layers loaded, layers in all
-
-
-class TensorSource(Protocol):
-    """The part of a checkpoint that is needed here; names as in `libs.checkpoint.parameters`."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def tensor(self, name: str) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True)
