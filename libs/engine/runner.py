@@ -14,10 +14,12 @@ from libs.checkpoint.checkpoint import Checkpoint
 from libs.engine.kv.pool import KvPool
 from libs.engine.model.batch import build_batch, split_rows
 from libs.engine.model.llama import Llama
-from libs.engine.model.weights import Progress, TensorSource, load_weights
+from libs.engine.model.source import TensorSource
+from libs.engine.model.weights import Progress, load_weights
 from libs.engine.plan import StepPlan, never
 from libs.engine.sampler import sample
 from libs.kernels.determinism import numerics
+from libs.kernels.kv import LayerKv
 from libs.kernels.matmul import Matmul, choose_matmul
 from libs.service.logs import get_logger
 from libs.wire.messages import Token
@@ -44,15 +46,13 @@ class TorchRunner:
         config, layout = source.config, pool.layout
         expected = (config.num_layers, config.num_kv_heads, config.head_dim)
         if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != expected:
-            raise ValueError(f"a pool for {layout.block_shape} cannot hold layers, kv heads, dim {expected}")
+            raise ValueError(f"a pool of {layout} cannot hold layers, kv heads, dim {expected}")
         weights = load_weights(source, on_progress)
         self.matmul = matmul or choose_matmul([(w.shape[1], w.shape[0]) for w in weights.matrices])
         self._layout = layout
         self._window = config.sliding_window
         self._model = Llama(config, weights, self.matmul, pool.num_blocks * layout.block_size)
-        self._pool = torch.frombuffer(pool.map, dtype=_DTYPES[layout.dtype]).view(
-            pool.num_blocks, *layout.block_shape
-        )
+        self._kv = layers_of(pool)
 
     @classmethod
     def load(
@@ -78,16 +78,23 @@ class TorchRunner:
     def execute(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> tuple[Token | None, ...]:
         """See Runner. Raises ValueError where a row lacks blocks, LogitsError where KV or weights are damaged."""
         draws = [row.draw for row in plan.rows if row.draw is not None]
-        tokens = iter(sample(self.logits(plan, is_abandoned), draws))
+        tokens = iter(sample(self.logits(plan, is_abandoned).numpy(), draws))
         return tuple(None if row.draw is None else next(tokens) for row in plan.rows)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, is_abandoned: Callable[[], bool] = never) -> Tensor:
         """Execute without drawing: raw logits of the rows that draw, in their order, [drawn, vocabulary]."""
         passes = [
-            self._model.forward(build_batch(rows, self._layout, self._window), self._pool, is_abandoned)
+            self._model.forward(build_batch(rows, self._layout, self._window), self._kv, is_abandoned)
             for rows in split_rows(plan.rows)
         ]
         if len(passes) == 1:
             return passes[0]
         return torch.cat([torch.empty(0, self._model.config.vocab_size), *passes])
+
+
+def layers_of(pool: KvPool) -> list[LayerKv]:
+    """Tensors over the pool's memory, one a layer."""
+    layout = pool.layout
+    blocks = torch.frombuffer(pool.map, dtype=_DTYPES[layout.dtype]).view(-1, *layout.block_shape)
+    return [LayerKv.of(blocks[:, index], layout.head_dim) for index in range(layout.num_layers)]

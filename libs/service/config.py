@@ -48,6 +48,9 @@ class Settings:
     # where
     nats_url: str = "nats://127.0.0.1:4222"
     state_dir: Path = Path("~/.local/state/baton")
+    cache_dir: Path = Path(
+        "~/.cache/baton"
+    )  # compiled kernels, packed weights: made again when they are gone
     instance_id: str = ""  # "": made from role, host and process id
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp_endpoint: str | None = None  # also OTEL_EXPORTER_OTLP_ENDPOINT
@@ -55,7 +58,11 @@ class Settings:
     # model and engine
     model: str = "smollm2"  # path of a GGUF file or Hugging Face folder, or an embedded name
     served_name: str | None = None  # None: the checkpoint's own name
-    engine: Literal["torch", "fake"] = "torch"  # fake: scripted tokens, for tests and load tests
+    engine: Literal["auto", "native", "torch", "fake"] = "auto"  # auto: native where it compiles, else torch
+    kernels: Literal["auto", "avx512vnni", "avx2", "portable"] = (
+        "auto"  # instruction set of the native engine
+    )
+    weights: Literal["native", "int8"] = "native"  # int8: floats become 8-bit, a scale for each 32
     threads: int | None = None  # None: all cores, halved where prefill and decode share them
     kv_block_size: int = 16  # tokens
     kv_dtype: Literal["f16", "f32"] = "f16"
@@ -111,7 +118,11 @@ def load(environ: Mapping[str, str], **flags: object) -> Settings:
         if value is not None:
             values[name] = _parse(f"--{name.replace('_', '-')}", str(value), hints[name])
     settings = replace(Settings(), **values)
-    settings = replace(settings, state_dir=_absolute(settings.state_dir))
+    settings = replace(
+        settings,
+        state_dir=_absolute("state_dir", settings.state_dir),
+        cache_dir=_absolute("cache_dir", settings.cache_dir),
+    )
     _check(settings)
     return settings
 
@@ -146,13 +157,13 @@ def _parse(source: str, text: str, hint: Any) -> Any:
     return value
 
 
-def _absolute(path: Path) -> Path:
+def _absolute(name: str, path: Path) -> Path:
     if str(path) in ("", "."):  # Path("") is the current directory, which nobody means by an empty setting
-        raise ConfigError(f"state_dir={str(path)!r}: must be the path of a directory of its own")
+        raise ConfigError(f"{name}={str(path)!r}: must be the path of a directory of its own")
     try:
         return path.expanduser().absolute()
     except RuntimeError as error:
-        raise ConfigError(f"state_dir={str(path)!r}: {error}") from None
+        raise ConfigError(f"{name}={str(path)!r}: {error}") from None
 
 
 def _check(settings: Settings) -> None:

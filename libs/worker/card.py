@@ -33,8 +33,8 @@ class ModelCard:
             raise RequestRefused(Code.BAD_REQUEST, text, retryable=False)
 
 
-def card_of(checkpoint: Checkpoint, settings: Settings) -> ModelCard:
-    """The card of a checkpoint as these settings serve it."""
+def card_of(checkpoint: Checkpoint, settings: Settings, numerics: str) -> ModelCard:
+    """The card of a checkpoint as these settings serve it. `numerics`: see EngineChoice."""
     config = checkpoint.config
     if settings.engine == "fake":
         layout = FAKE_LAYOUT
@@ -45,10 +45,11 @@ def card_of(checkpoint: Checkpoint, settings: Settings) -> ModelCard:
             head_dim=config.head_dim,
             block_size=settings.kv_block_size,
             dtype=settings.kv_dtype,
+            numerics=numerics,
         )
     return ModelCard(
         name=settings.served_name or config.name,
-        fingerprint=checkpoint.fingerprint(settings.state_dir / "fingerprints"),
+        fingerprint=checkpoint.fingerprint(settings.cache_dir / "fingerprints"),
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         layout=layout,

@@ -9,7 +9,7 @@ from typing import Final
 
 from libs.checkpoint.errors import CheckpointError
 from libs.checkpoint.open import open_checkpoint, resolve_model
-from libs.engine.build import build_runner
+from libs.engine.build import build_runner, choose_engine
 from libs.engine.kv.pool import KvPool
 from libs.service import logs, process
 from libs.service.bus import Bus
@@ -61,7 +61,8 @@ async def _serve(
 
 def _build(identity: Identity, settings: Settings, bus: Bus, telemetry: Telemetry) -> Host:
     checkpoint = open_checkpoint(resolve_model(settings.model))
-    card = card_of(checkpoint, settings)
+    engine = choose_engine(settings)
+    card = card_of(checkpoint, settings, engine.numerics)
     pool = KvPool(card.layout, kv_blocks(card.layout, settings.kv_cache_mib))
-    runner = build_runner(checkpoint, pool, settings)
+    runner = build_runner(checkpoint, pool, settings, engine)
     return Host(identity, settings, bus, telemetry, card, pool, runner)

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from libs.service.config import Settings
-from services.cli.checks import hardware, network, runtime
+from services.cli.checks import hardware, kernels, network, runtime
 from services.cli.checks.finding import Finding
 
 Check = Callable[[Settings], Finding]
 
 CHECKS: tuple[Check, ...] = (
     runtime.python, hardware.cpu_cores, hardware.memory, hardware.cpu_features, runtime.torch, hardware.gpu,
-    runtime.compiler, runtime.nats_server, runtime.model, hardware.shared_memory, hardware.passing_memory,
-    runtime.state_dir, network.gateway_port, network.nats_port, network.otlp_endpoint,
+    kernels.compiler, kernels.kernels, runtime.nats_server, runtime.model,
+    hardware.shared_memory, hardware.passing_memory, runtime.state_dir, network.gateway_port, network.nats_port, network.otlp_endpoint,
 )  # fmt: skip
 
 

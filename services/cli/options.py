@@ -15,18 +15,21 @@ ALL_FIELDS = tuple(field.name for field in fields(Settings))
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {"nats_url": ("--nats",)}
 _METAVARS: Mapping[str, str] = {
-    "nats_url": "URL", "state_dir": "DIR", "instance_id": "ID", "otlp_endpoint": "URL", "model": "PATH_OR_NAME",
-    "served_name": "NAME", "host": "HOST", "port": "PORT",
+    "nats_url": "URL", "state_dir": "DIR", "cache_dir": "DIR", "instance_id": "ID", "otlp_endpoint": "URL",
+    "model": "PATH_OR_NAME", "served_name": "NAME", "host": "HOST", "port": "PORT",
 }  # fmt: skip
 _HELP: Mapping[str, str] = {
     "nats_url": "NATS server to use; `baton up` starts an own one when none is named",
     "state_dir": "logs, sockets, traces and NATS data",
+    "cache_dir": "compiled kernels and packed weights, shared by all processes of this machine",
     "instance_id": "name of this process (default: made from service, host and process id)",
     "log_level": "least level that is logged",
     "otlp_endpoint": "OpenTelemetry collector (default: traces are kept in the state directory)",
     "model": "a GGUF file, a Hugging Face folder, or an embedded model's name",
     "served_name": "what clients call the model (default: its own name)",
-    "engine": "fake: scripted tokens without computing, for tests",
+    "engine": "auto: native kernels where a C++ compiler makes them, else torch; fake: scripted tokens, for tests",
+    "kernels": "instruction set of the native kernels (default: the best of this CPU)",
+    "weights": "native: as the model stores them; int8: floats become 8-bit numbers, a quarter to half the memory",
     "threads": "CPU threads of each worker (default: from cores and workers)",
     "kv_block_size": "tokens in one KV block",
     "kv_dtype": "number format of the KV cache",

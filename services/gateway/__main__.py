@@ -67,7 +67,7 @@ def load_model(settings: Settings) -> Model:
     checkpoint = open_checkpoint(resolve_model(settings.model))
     return Model(
         name=settings.served_name or checkpoint.config.name,
-        fingerprint=checkpoint.fingerprint(settings.state_dir / "fingerprints"),
+        fingerprint=checkpoint.fingerprint(settings.cache_dir / "fingerprints"),
         context_length=checkpoint.config.context_length,
         text=TextModel.from_checkpoint(checkpoint),
     )

@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.native import CACHE_DIR
+
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"ready at (http://\S+)")
 
@@ -25,7 +27,7 @@ class Baton:
     def __init__(self, state_dir: Path, *arguments: str, start_timeout_s: float = 120, **env: str) -> None:
         self.state_dir = state_dir
         clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
-        self.env = {**clean, "PYTHONPATH": str(ROOT), **env}
+        self.env = {**clean, "PYTHONPATH": str(ROOT), "BATON_CACHE_DIR": str(CACHE_DIR), **env}
         command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--state-dir", str(state_dir)]
         self.process = subprocess.Popen(
             [*command, *arguments],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,16 +12,66 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.checkpoint.config import ModelConfig
+from libs.checkpoint.parameters import parameters
 from libs.engine.kv.layout import KvDtype, KvLayout
 from libs.engine.kv.pool import KvPool
-from libs.engine.model.weights import TensorSource
+from libs.engine.model.packed import pack_source
+from libs.engine.model.source import TensorSource
+from libs.engine.native_runner import NativeRunner
 from libs.engine.plan import Draw, Row, StepPlan
 from libs.engine.runner import TorchRunner
+from libs.kernels.kv import LayerKv
 from libs.kernels.matmul import Matmul
+from libs.kernels.native.formats import Format
+from libs.kernels.native.kernels import Kernels
 from libs.wire.messages import Sampling
 from tests.checkpoints import TinyModel
+from tests.native import library
 
 GREEDY = Sampling(temperature=0.0)
+AnyRunner = TorchRunner | NativeRunner
+MakeRunner = Callable[[TensorSource, KvPool], AnyRunner]
+
+# Every format at once: matrices of one layer quantised, of the next stored as floats, and each reads what both need.
+MIXED_FORMATS = {
+    "embed.weight": Format.Q8_F16,
+    "layers.0.q.weight": Format.Q4_F16,
+    "layers.0.k.weight": Format.F16,
+    "layers.0.v.weight": Format.Q8X2_F32,
+    "layers.0.o.weight": Format.Q4_F32,
+    "layers.0.gate.weight": Format.Q8_F32_MIN,
+    "layers.0.up.weight": Format.Q8_F32,
+    "layers.0.down.weight": Format.Q8_F16,
+    "layers.1.q.weight": Format.BF16,
+    "layers.1.o.weight": Format.Q4_F16,
+    "layers.1.gate.weight": Format.F16,
+    "layers.1.up.weight": Format.Q4_F16,
+    "layers.1.down.weight": Format.Q4_F32,
+}
+
+
+def torch_runner(source: TensorSource, pool: KvPool, matmul: Matmul | None = None) -> TorchRunner:
+    return TorchRunner(source, pool, matmul=matmul)
+
+
+def native_runner(
+    source: TensorSource,
+    pool: KvPool,
+    *,
+    formats: Mapping[str, Format] | None = None,
+    instruction_set: str = "auto",
+    threads: int = 1,
+) -> NativeRunner:
+    """`formats` for the matrices that `source` has; float32 for the others."""
+    kernels = Kernels(library(instruction_set), threads)
+    chosen = {
+        name: format for name, format in (formats or {}).items() if name in parameter_names(source.config)
+    }
+    return NativeRunner(pack_source(source, chosen), pool, kernels)
+
+
+def parameter_names(config: ModelConfig) -> set[str]:
+    return {parameter.name for parameter in parameters(config)}
 
 
 @dataclass(frozen=True)
@@ -61,13 +111,13 @@ class Bench:
         *,
         block_size: int = 16,
         dtype: KvDtype = "f16",
-        matmul: Matmul | None = None,
+        make_runner: MakeRunner = torch_runner,
         seed: int = 0,
     ) -> None:
         config = source.config
         self.layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
         self.pool = KvPool(self.layout, num_blocks)
-        self.runner = TorchRunner(source, self.pool, matmul=matmul)
+        self.runner = make_runner(source, self.pool)
         self.vocab_size = config.vocab_size
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
@@ -91,7 +141,7 @@ class Bench:
     def step(self, *parts: tuple[Feed, int]) -> list[Tensor | None]:
         """Compute the next so many tokens of each sequence; logits of those that are complete."""
         rows = tuple(_row(feed, count, str(i)) for i, (feed, count) in enumerate(parts))
-        logits = iter(self.runner.logits(StepPlan(rows)))
+        logits = iter(torch.as_tensor(self.runner.logits(StepPlan(rows))))
         for feed, count in parts:
             feed.done += count
         return [None if row.draw is None else next(logits) for row in rows]
@@ -105,9 +155,13 @@ class Bench:
         raise AssertionError("the chunks end before the sequence does")
 
     def kv(self, feed: Feed) -> bytes:
-        """The KV of a sequence's tokens, [block, layer, k or v, kv_head, token, dim] without what is behind."""
+        """The KV of a sequence's tokens, all of its blocks without what is behind its end."""
+        used = len(feed.tokens) - (len(feed.blocks) - 1) * self.layout.block_size
         kv = self._all()[feed.blocks]
-        kv[-1:, :, :, :, len(feed.tokens) - (len(feed.blocks) - 1) * self.layout.block_size :] = 0
+        for layer in range(self.layout.num_layers):
+            last = LayerKv.of(kv[-1:, layer], self.layout.head_dim)
+            last.keys[..., used:] = 0
+            last.values[..., used:, :] = 0
         return kv.numpy().tobytes()
 
     def _all(self) -> Tensor:

@@ -5,6 +5,7 @@ Each test computes a sequence alone, in one piece, and then in some other way, a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -15,10 +16,25 @@ from torch import Tensor
 
 from libs.checkpoint.open import open_checkpoint, resolve_model
 from libs.engine.kv.layout import KvDtype
-from libs.engine.model.weights import TensorSource
+from libs.engine.kv.pool import KvPool
+from libs.engine.model.packed import open_packed
+from libs.engine.model.source import TensorSource
+from libs.engine.native_runner import NativeRunner
 from libs.kernels.matmul import NativeMatmul, TiledMatmul
+from libs.kernels.native.kernels import Kernels
 from tests.checkpoints import tiny_model
-from tests.integration.model_steps import Bench, Feed, Source, random_tokens, same_bits
+from tests.integration.model_steps import (
+    MIXED_FORMATS,
+    Bench,
+    Feed,
+    MakeRunner,
+    Source,
+    native_runner,
+    random_tokens,
+    same_bits,
+    torch_runner,
+)
+from tests.native import CACHE_DIR, library
 
 MakeBench = Callable[..., Bench]
 
@@ -67,8 +83,10 @@ def check(bench: Bench, feed: Feed, logits: Tensor, expected: tuple[Tensor, byte
     bench.release(feed)
 
 
-def test_chunked(make_bench: MakeBench, source: TensorSource, dtype: KvDtype) -> None:
-    bench, rng = make_bench(source, 60, dtype=dtype), random.Random(1)
+def test_chunked(
+    make_bench: MakeBench, make_runner: MakeRunner, source: TensorSource, dtype: KvDtype
+) -> None:
+    bench, rng = make_bench(source, 60, dtype=dtype, make_runner=make_runner), random.Random(1)
     for length in BOUNDARIES:
         tokens = random_tokens(rng, length, bench.vocab_size)
         expected = cold(bench, tokens)
@@ -80,9 +98,11 @@ def test_chunked(make_bench: MakeBench, source: TensorSource, dtype: KvDtype) ->
             check(bench, feed, bench.run(feed, schedule), expected, f"in chunks of {schedule[:20]}")
 
 
-def test_among_neighbours(make_bench: MakeBench, source: TensorSource, dtype: KvDtype) -> None:
+def test_among_neighbours(
+    make_bench: MakeBench, make_runner: MakeRunner, source: TensorSource, dtype: KvDtype
+) -> None:
     """Random neighbours at random points of their own, some in prefill, some in decode."""
-    bench, rng = make_bench(source, 800, dtype=dtype), random.Random(2)
+    bench, rng = make_bench(source, 800, dtype=dtype, make_runner=make_runner), random.Random(2)
     for num_neighbours in (1, 2, 3, 7, 16, 17):
         tokens = random_tokens(rng, rng.choice(BOUNDARIES), bench.vocab_size)
         expected = cold(bench, tokens)
@@ -111,9 +131,11 @@ def run_among(bench: Bench, rng: random.Random, feed: Feed, neighbours: list[Fee
             return logits
 
 
-def test_from_cached_prefix(make_bench: MakeBench, source: TensorSource, dtype: KvDtype) -> None:
+def test_from_cached_prefix(
+    make_bench: MakeBench, make_runner: MakeRunner, source: TensorSource, dtype: KvDtype
+) -> None:
     """Blocks that another sequence computed, in a batch, serve as the prefix of a later one."""
-    bench, rng = make_bench(source, 200, dtype=dtype), random.Random(3)
+    bench, rng = make_bench(source, 200, dtype=dtype, make_runner=make_runner), random.Random(3)
     prefix = random_tokens(rng, 320, bench.vocab_size)
     owner, other = bench.feed(prefix), bench.feed(random_tokens(rng, 70, bench.vocab_size))
     bench.step((owner, 100), (other, 70))
@@ -139,9 +161,28 @@ def test_on_two_threads(make_bench: MakeBench, source: TensorSource) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("instruction_set", ["avx512vnni", "avx2", "portable"])
+def test_on_every_instruction_set_and_number_of_threads(
+    make_bench: MakeBench, source: TensorSource, instruction_set: str
+) -> None:
+    """The same bits as on the best instruction set of this machine, in whatever chunks."""
+    best = make_bench(source, 30, make_runner=functools.partial(native_runner, formats=MIXED_FORMATS))
+    tokens = random_tokens(random.Random(9), 300, best.vocab_size)
+    expected = cold(best, tokens)
+    for threads in (1, 2):
+        make_runner = functools.partial(
+            native_runner, formats=MIXED_FORMATS, instruction_set=instruction_set, threads=threads
+        )
+        other = make_bench(source, 30, make_runner=make_runner)
+        for chunks in ([300], [37] * 9):
+            feed = other.feed(tokens)
+            check(other, feed, other.run(feed, chunks), expected, f"{instruction_set}, {threads} threads")
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 24, 32, 300])
-def test_in_blocks_of_other_sizes(make_bench: MakeBench, block_size: int) -> None:
-    bench = make_bench(Source(VARIANTS["llama"]), 1800 // block_size + 8, block_size=block_size)
+def test_in_blocks_of_other_sizes(make_bench: MakeBench, make_runner: MakeRunner, block_size: int) -> None:
+    source = Source(VARIANTS["llama"])
+    bench = make_bench(source, 1800 // block_size + 8, block_size=block_size, make_runner=make_runner)
     rng = random.Random(5)
     for length in (23, 24, 25, 240, 300, 301, 512):
         tokens = random_tokens(rng, length, bench.vocab_size)
@@ -153,7 +194,12 @@ def test_in_blocks_of_other_sizes(make_bench: MakeBench, block_size: int) -> Non
 
 
 def test_in_tiles_where_the_blas_cannot_be_trusted(make_bench: MakeBench) -> None:
-    bench, rng = make_bench(Source(VARIANTS["llama"]), 80, matmul=TiledMatmul()), random.Random(6)
+    bench, rng = (
+        make_bench(
+            Source(VARIANTS["llama"]), 80, make_runner=functools.partial(torch_runner, matmul=TiledMatmul())
+        ),
+        random.Random(6),
+    )
     for length in (1, 17, 257):
         tokens = random_tokens(rng, length, bench.vocab_size)
         expected = cold(bench, tokens)
@@ -175,7 +221,12 @@ class _UnevenMatmul(NativeMatmul):
 
 
 def test_these_tests_see_a_rounding_error(make_bench: MakeBench) -> None:
-    bench, rng = make_bench(Source(VARIANTS["llama"]), 20, matmul=_UnevenMatmul()), random.Random(7)
+    bench, rng = (
+        make_bench(
+            Source(VARIANTS["llama"]), 20, make_runner=functools.partial(torch_runner, matmul=_UnevenMatmul())
+        ),
+        random.Random(7),
+    )
     tokens = random_tokens(rng, 40, bench.vocab_size)
     expected = cold(bench, tokens)
     feed = bench.feed(tokens)
@@ -217,8 +268,13 @@ def test_real_model(real_bench: Bench, length: int) -> None:
         real_bench.release(neighbour)
 
 
-@pytest.fixture(scope="module")
-def real_bench() -> Iterator[Bench]:
-    bench = Bench(open_checkpoint(resolve_model("smollm2")), 160)
+@pytest.fixture(scope="module", params=["torch", "native"])
+def real_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    checkpoint = open_checkpoint(resolve_model("smollm2"))
+
+    def native(_: TensorSource, pool: KvPool) -> NativeRunner:
+        return NativeRunner(open_packed(checkpoint, CACHE_DIR), pool, Kernels(library(), 2))
+
+    bench = Bench(checkpoint, 160, make_runner=native if request.param == "native" else torch_runner)
     yield bench
     bench.close()

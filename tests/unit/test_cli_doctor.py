@@ -10,7 +10,7 @@ import pytest
 
 from libs.service.config import Settings, load
 from services.cli import doctor
-from services.cli.checks import hardware, network, runtime
+from services.cli.checks import hardware, kernels, network, runtime
 from services.cli.checks.finding import Finding
 
 
@@ -85,7 +85,8 @@ def test_a_state_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
 def test_missing_programs(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert runtime.compiler(settings).level == "warn"
+    assert kernels.compiler(settings).level == kernels.kernels(settings).level == "warn"
+    assert "torch" in kernels.kernels(settings).fact and "g++" in kernels.kernels(settings).advice
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     assert runtime.nats_server(settings).level == "missing"
 

@@ -28,8 +28,11 @@ def test_each_setting_has_a_flag() -> None:
     texts = {
         "log_level": "debug",
         "engine": "fake",
+        "kernels": "avx2",
         "kv_dtype": "f32",
+        "weights": "int8",
         "state_dir": "/tmp/x",
+        "cache_dir": "/tmp/y",
         "instance_id": "a-1",
         "nats_url": "nats://127.0.0.1:7",
         "otlp_endpoint": "http://127.0.0.1:7",

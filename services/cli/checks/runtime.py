@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -42,14 +41,6 @@ def torch(_: Settings) -> Finding:
         return Finding("torch", "missing", reason, "run `make install`, or `pip install torch`")
     found = json.loads(done.stdout)
     return Finding("torch", "ok", f"{found['version']} on {found['device']} ({found['isa']})")
-
-
-def compiler(_: Settings) -> Finding:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return Finding("compiler", "ok", path)
-    advice = "apt-get install g++: lets Baton build kernels for this very CPU"
-    return Finding("compiler", "warn", "no C++ compiler", advice)
 
 
 def nats_server(_: Settings) -> Finding:
