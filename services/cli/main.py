@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     from services.cli.options import settings_of
 
     settings = settings_of(arguments, os.environ)
-    explicit = arguments.nats_url is not None or "BATON_NATS_URL" in os.environ
+    named = getattr(arguments, "nats_url", None)  # `bench` needs no NATS, so it has no such flag
+    explicit = named is not None or "BATON_NATS_URL" in os.environ
     arguments.nats_is_external = explicit
     if arguments.command != "up" and not explicit:  # join the `baton up` of this state directory
         live = running.find(settings.state_dir)
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from services.cli.bench import add_bench
     from services.cli.options import ALL_FIELDS, add_settings
 
     parser = argparse.ArgumentParser(
@@ -100,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", dest="as_json", help="for programs")
         add_settings(command, ("nats_url", "state_dir", "host", "port", "model"))
         command.set_defaults(run=function)
+    add_bench(commands)
     return parser
 
 
