@@ -16,7 +16,8 @@ Check = Callable[[Settings], Finding]
 CHECKS: tuple[Check, ...] = (
     runtime.python, hardware.cpu_cores, hardware.memory, hardware.cpu_features, runtime.torch, hardware.gpu,
     kernels.compiler, kernels.kernels, runtime.nats_server, runtime.model,
-    hardware.shared_memory, hardware.passing_memory, runtime.state_dir, network.gateway_port, network.nats_port, network.otlp_endpoint,
+    hardware.shared_memory, hardware.passing_memory, runtime.state_dir,
+    network.gateway_port, network.nats_port, network.otlp_endpoint,
 )  # fmt: skip
 
 

@@ -14,11 +14,10 @@ from libs.engine.kv.pool import KvPool
 from libs.engine.model.batch import MAX_TOKENS, split_rows
 from libs.engine.model.weights import load_weights
 from libs.engine.plan import Draw, Row, StepAbandoned, StepPlan
-from libs.engine.runner import TorchRunner
 from libs.engine.sampler import LogitsError
 from libs.wire.messages import Sampling
 from tests.checkpoints import tiny_model
-from tests.integration.model_steps import Bench, Source, random_tokens, same_bits
+from tests.integration.model_steps import Bench, MakeRunner, Source, random_tokens, same_bits
 
 MakeBench = Callable[..., Bench]
 
@@ -32,9 +31,9 @@ def row(name: str, tokens: list[int], start: int, blocks: list[int], *, draws: b
     return Row(name, tuple(tokens), start, tuple(blocks), draw)
 
 
-def test_tokens_come_in_the_order_of_the_rows(make_bench: MakeBench) -> None:
+def test_tokens_come_in_the_order_of_the_rows(make_bench: MakeBench, make_runner: MakeRunner) -> None:
     """Whatever order the batch puts them in: long and short rows, with and without a draw."""
-    bench, rng = make_bench(SOURCE, 60), random.Random(0)
+    bench, rng = make_bench(SOURCE, 60, make_runner=make_runner), random.Random(0)
     feeds = [bench.feed(random_tokens(rng, n, 320)) for n in (40, 1, 17, 1, 90, 40)]
     rows = [row(str(i), feed.tokens, 0, feed.blocks, draws=i != 2) for i, feed in enumerate(feeds)]
     together = bench.runner.execute(StepPlan(tuple(rows)))
@@ -44,8 +43,8 @@ def test_tokens_come_in_the_order_of_the_rows(make_bench: MakeBench) -> None:
     assert len({token.id for token in together if token}) > 1
 
 
-def test_a_step_larger_than_one_pass(make_bench: MakeBench) -> None:
-    bench, rng = make_bench(SOURCE, 200), random.Random(1)
+def test_a_step_larger_than_one_pass(make_bench: MakeBench, make_runner: MakeRunner) -> None:
+    bench, rng = make_bench(SOURCE, 200, make_runner=make_runner), random.Random(1)
     tokens = random_tokens(rng, 1300, 320)
     feed, small = bench.feed(tokens), bench.feed(random_tokens(rng, 5, 320))
     whole = bench.step((small, 5), (feed, 1300))[1]
@@ -56,8 +55,8 @@ def test_a_step_larger_than_one_pass(make_bench: MakeBench) -> None:
     assert bench.kv(feed) == bench.kv(again)
 
 
-def test_an_abandoned_step_ends_before_its_next_layer(make_bench: MakeBench) -> None:
-    bench = make_bench(SOURCE, 4)
+def test_an_abandoned_step_ends_before_its_next_layer(make_bench: MakeBench, make_runner: MakeRunner) -> None:
+    bench = make_bench(SOURCE, 4, make_runner=make_runner)
     feed = bench.feed([5, 6, 7])
     plan = StepPlan((row("a", feed.tokens, 0, feed.blocks),))
     asked = 0
@@ -76,21 +75,21 @@ def test_an_abandoned_step_ends_before_its_next_layer(make_bench: MakeBench) -> 
     )
 
 
-def test_nothing_to_do(make_bench: MakeBench) -> None:
-    assert make_bench(SOURCE, 1).runner.execute(StepPlan(())) == ()
+def test_nothing_to_do(make_bench: MakeBench, make_runner: MakeRunner) -> None:
+    assert make_bench(SOURCE, 1, make_runner=make_runner).runner.execute(StepPlan(())) == ()
 
 
-def test_it_runs_on_another_thread(make_bench: MakeBench) -> None:
-    bench = make_bench(SOURCE, 4)
+def test_it_runs_on_another_thread(make_bench: MakeBench, make_runner: MakeRunner) -> None:
+    bench = make_bench(SOURCE, 4, make_runner=make_runner)
     feed = bench.feed([5, 6, 7])
     plan = StepPlan((row("a", feed.tokens, 0, feed.blocks),))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(bench.runner.execute, plan).result(timeout=60) == bench.runner.execute(plan)
 
 
-def test_it_sees_what_others_write_into_the_pool(make_bench: MakeBench) -> None:
+def test_it_sees_what_others_write_into_the_pool(make_bench: MakeBench, make_runner: MakeRunner) -> None:
     """Pulled blocks arrive as bytes behind the tensor's back."""
-    bench = make_bench(SOURCE, 4)
+    bench = make_bench(SOURCE, 4, make_runner=make_runner)
     feed = bench.feed(list(range(17)))
     expected = bench.run(feed, [17])
     moved = bench.feed(list(range(17)))
@@ -99,16 +98,16 @@ def test_it_sees_what_others_write_into_the_pool(make_bench: MakeBench) -> None:
     assert same_bits(bench.run(moved, [1]), expected)
 
 
-def test_damaged_kv_is_an_error_not_a_token(make_bench: MakeBench) -> None:
+def test_damaged_kv_is_an_error_not_a_token(make_bench: MakeBench, make_runner: MakeRunner) -> None:
     """The bench's pool holds NaN where nothing was computed."""
-    bench = make_bench(SOURCE, 4)
+    bench = make_bench(SOURCE, 4, make_runner=make_runner)
     feed = bench.feed(list(range(17)))
     with pytest.raises(LogitsError):
         bench.runner.execute(StepPlan((row("a", [16], 16, feed.blocks),)))
 
 
-def test_a_row_without_room_for_its_tokens_is_refused(make_bench: MakeBench) -> None:
-    runner = make_bench(SOURCE, 4).runner
+def test_a_row_without_room_for_its_tokens_is_refused(make_bench: MakeBench, make_runner: MakeRunner) -> None:
+    runner = make_bench(SOURCE, 4, make_runner=make_runner).runner
     with pytest.raises(ValueError, match="row short: 1 blocks for 17 tokens"):
         runner.execute(StepPlan((row("short", list(range(17)), 0, [0]),)))
 
@@ -116,10 +115,10 @@ def test_a_row_without_room_for_its_tokens_is_refused(make_bench: MakeBench) -> 
 @pytest.mark.parametrize(
     "layout", [KvLayout(3, 2, 16), KvLayout(2, 4, 16), KvLayout(2, 2, 32)], ids=["layers", "heads", "dim"]
 )
-def test_a_pool_of_another_model_is_refused(layout: KvLayout) -> None:
+def test_a_pool_of_another_model_is_refused(make_runner: MakeRunner, layout: KvLayout) -> None:
     pool = KvPool(layout, 1)
     with pytest.raises(ValueError, match="cannot hold"):
-        TorchRunner(SOURCE, pool)
+        make_runner(SOURCE, pool)
     pool.close()
 
 
