@@ -12,8 +12,9 @@ from torch import Tensor
 
 from libs.checkpoint.checkpoint import Checkpoint
 from libs.engine.kv.pool import KvPool
-from libs.engine.model.batch import build_batch, split_rows
+from libs.engine.model.batch import build_batch
 from libs.engine.model.llama import Llama
+from libs.engine.model.passes import split_rows
 from libs.engine.model.source import TensorSource
 from libs.engine.model.weights import Progress, load_weights
 from libs.engine.plan import StepPlan, never

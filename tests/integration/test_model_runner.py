@@ -11,7 +11,7 @@ import torch
 
 from libs.engine.kv.layout import KvLayout
 from libs.engine.kv.pool import KvPool
-from libs.engine.model.batch import MAX_TOKENS, split_rows
+from libs.engine.model.passes import MAX_TOKENS, split_rows
 from libs.engine.model.weights import load_weights
 from libs.engine.plan import Draw, Row, StepAbandoned, StepPlan
 from libs.engine.sampler import LogitsError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from libs.engine.kv.layout import KvLayout
 from libs.engine.plan import Row
 from libs.kernels.attention_plan import AttentionGroup, plan_attention, tile_tokens
 
-MAX_TOKENS = 512  # of one forward pass: bounds its memory; more gains no speed
 _GROUP_ROWS = 256  # of one sequence that attend together: their scores stay near the cores
 _TILE_BYTES = 2 << 20  # of float32 KV that rows which attend together read at a time: stays in a core's cache
 
@@ -29,22 +28,6 @@ class Batch:
     offsets: Tensor  # place in that block
     groups: tuple[AttentionGroup, ...]  # cover the tokens, in order
     drawn: Tensor  # tokens whose logits are wanted: index of each, in the order of the rows given
-
-
-def split_rows(rows: Sequence[Row], max_tokens: int = MAX_TOKENS) -> Iterator[list[Row]]:
-    """Cut a step into passes of at most `max_tokens`, in order; only the last part of a row draws."""
-    batch: list[Row] = []
-    room = max_tokens
-    for row in rows:
-        while len(row.tokens) > room:
-            head = replace(row, tokens=row.tokens[:room], draw=None)
-            row = replace(row, tokens=row.tokens[room:], start=row.start + room)
-            yield [*batch, head] if room else batch
-            batch, room = [], max_tokens
-        batch.append(row)
-        room -= len(row.tokens)
-    if batch:
-        yield batch
 
 
 def build_batch(rows: Sequence[Row], layout: KvLayout, window: int | None = None) -> Batch:

@@ -35,11 +35,12 @@ class Team {
 
   int size() const { return size_; }
 
-  // Runs `job(id)` on every thread; the caller is thread 0. The last thing a job does must be `each`.
+  // Runs `job(id)` on every thread; the caller is thread 0. Returns when all have returned.
   void run(const std::function<void(int)>& job) {
     job_ = &job;
     if (size_ > 1) begin();
     job(0);
+    barrier();
   }
 
   // One phase, called by every thread: `task(i)` for each i below `count`, once; then all wait for all.
@@ -65,6 +66,7 @@ class Team {
       wait(begun_, seen++);
       if (job_ == nullptr) return;
       (*job_)(id);
+      barrier();
     }
   }
 
