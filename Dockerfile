@@ -7,6 +7,10 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 
+# At the first start it makes the kernels for the CPU that the container finds itself on; without it, torch serves.
+RUN command -v g++ >/dev/null || (apt-get update && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*)
+
 WORKDIR /opt/baton
 
 # What changes seldom comes first: dependencies and the model are layers of their own.
@@ -20,13 +24,14 @@ COPY libs libs
 COPY services services
 RUN pip install --no-deps --force-reinstall . && rm -rf /opt/baton
 
-# /var/lib/baton/run is shared between containers: workers pass memory to each other over sockets in it.
+# Shared between containers: run, sockets over which workers pass memory to each other; cache, kernels and packed weights.
 RUN useradd --uid 1000 --create-home baton \
-    && install -d -o baton -g baton /var/lib/baton /var/lib/baton/run
+    && install -d -o baton -g baton /var/lib/baton /var/lib/baton/run /var/lib/baton/cache
 WORKDIR /var/lib/baton
 USER baton
 
 ENV BATON_STATE_DIR=/var/lib/baton \
+    BATON_CACHE_DIR=/var/lib/baton/cache \
     BATON_HOST=0.0.0.0
 EXPOSE 8000
 
