@@ -1,9 +1,12 @@
 """Runs a scheduler's plans on the engine's own thread, and reports each step.
 
-    event loop   schedule -> plan            update -> events -> on_step     schedule ...
-    thread                   \\ runner.execute(plan) /
+    event loop   prepare n+1          update n, events, on_step, prepare n+2          update n+1 ...
+    thread       [ execute n         ][ resolve and execute n+1            ][ ...
 
-All bookkeeping happens on the event loop between two steps, so nothing here needs a lock.
+While the thread executes a step, the event loop plans the one behind it, with tokens that are not known yet; the
+thread fills them in when it has drawn them, and goes on at once. So bookkeeping costs no time between two steps. Where
+the next step cannot be foreseen, it is planned after the present one, as the first one is. All bookkeeping happens on
+the event loop, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from libs.engine.kv.cache import KvCache
-from libs.engine.plan import Runner, StepAbandoned, StepPlan
+from libs.engine.plan import Runner, StepAbandoned, StepPlan, resolve
 from libs.engine.scheduler import Scheduler
 from libs.engine.sequence import Sequence
-from libs.engine.step import StepEvent
+from libs.engine.step import StepEvent, check_drawn
 from libs.wire.errors import BatonError, Code, RequestRefused
 from libs.wire.messages import Token
 
@@ -35,6 +38,25 @@ class EngineConfig:
     step_timeout_s: float = 120.0  # a longer step is a hung runner
     max_failures: int = 3  # failed steps in a row
     idle_poll_s: float = 1.0  # longest sleep without work
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What the thread made of a plan."""
+
+    plan: StepPlan  # as it was executed
+    drawn: tuple[Token | None, ...]
+    started_ns: int
+    ended_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A plan on its way through the thread."""
+
+    plan: StepPlan
+    work: Future[Landing]
+    abandoned: threading.Event = field(default_factory=threading.Event)  # read by the thread
 
 
 class StepTimeout(BatonError):
@@ -75,7 +97,7 @@ class Engine:
         self._failures = 0
         self._started = False
         self._stopping = False
-        self._abandoned = threading.Event()  # read by the engine's thread
+        self._flights: list[Flight] = []  # the step being executed, and one behind it
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -97,8 +119,9 @@ class Engine:
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a sequence without an event; None if it is not here. Its blocks outlive a step that uses them."""
         seq = self.scheduler.remove(request_id)
-        if self.scheduler.is_step_unwanted:
-            self._abandoned.set()
+        for flight in self._flights:
+            if self.scheduler.is_unwanted(flight.plan):
+                flight.abandoned.set()
         self._note_empty()
         self._wake.set()
         return seq
@@ -129,54 +152,93 @@ class Engine:
                 late = self.scheduler.expire(self._clock_ns())
                 self._fail(late, Code.DEADLINE_EXCEEDED, "the request's deadline has passed", retryable=False)
                 self._note_empty()
-                plan = self.scheduler.schedule()
-                if plan is None:
-                    await self._sleep()
-                else:
-                    await self._step(plan)
+                if not self._flights:
+                    plan = self.scheduler.schedule()
+                    if plan is None:
+                        await self._sleep()
+                        continue
+                    self._launch(plan)
+                ahead = self.scheduler.prepare()
+                if ahead is not None:
+                    self._launch(ahead)
+                if not await self._land(self._flights[0]):
+                    await self._recall()  # what is behind it was planned for another end
         except Exception as error:  # a bug here or in the scheduler
             self._break(error)
             raise
         finally:
+            await self._recall()
             self._shut_down()
 
-    async def _step(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
+        before = self._flights[-1] if self._flights else None
+        flight = Flight(plan, Future())
+        flight.work = self._executor.submit(self._fly, flight, before)
+        self._flights.append(flight)
+
+    def _fly(self, flight: Flight, before: Flight | None) -> Landing:
+        """On the thread. Raises StepAbandoned where nobody wants it, or the step before did not end as foreseen."""
+        if flight.abandoned.is_set():
+            raise StepAbandoned
+        plan = flight.plan
+        if before is not None:
+            try:
+                landing = before.work.result(timeout=0)  # the thread is one, so it is done
+                check_drawn(landing.plan, landing.drawn)
+            except Exception as error:
+                raise StepAbandoned from error
+            plan = resolve(plan, landing.plan, landing.drawn)
+        started_ns = self._clock_ns()
+        drawn = self._runner.execute(plan, flight.abandoned.is_set) if plan.rows else ()
+        return Landing(plan, drawn, started_ns, self._clock_ns())
+
+    async def _land(self, flight: Flight) -> bool:
+        """False where the step did not come to its end."""
         started_ns = self._clock_ns()
         try:
-            drawn = await self._execute(plan)
-            events = self.scheduler.update(plan, drawn, started_ns, self._clock_ns())
+            landing = await self._wait(flight)
+            self._flights.remove(flight)
+            events = self.scheduler.update(landing.plan, landing.drawn, landing.started_ns, landing.ended_ns)
         except StepAbandoned:
-            self.scheduler.discard(plan)  # all its sequences were aborted: nobody to tell
+            self._drop(flight)  # all its sequences were aborted: nobody to tell
         except StepTimeout as error:
             self._break(error)  # the plan stays out: its blocks may still be written
         except Exception as error:
-            self._step_failed(plan, error, started_ns)
+            self._step_failed(flight, error, started_ns)
         else:
             self.num_steps += 1
             self._failures = 0
             self._emit(events)
+            return True
+        return False
 
-    async def _execute(self, plan: StepPlan) -> tuple[Token | None, ...]:
-        """Runs the plan in the thread. Cancelling waits for the thread all the same: it writes to the pool."""
-        self._abandoned.clear()
-        work = asyncio.get_running_loop().run_in_executor(
-            self._executor, self._runner.execute, plan, self._abandoned.is_set
-        )
-        try:
-            done, _ = await asyncio.wait({work}, timeout=self.config.step_timeout_s)
-        except asyncio.CancelledError:
-            done, _ = await asyncio.wait({work}, timeout=self.config.step_timeout_s)
-            if done:
-                self.scheduler.discard(plan)
-            raise
+    async def _wait(self, flight: Flight) -> Landing:
+        work = asyncio.wrap_future(flight.work)
+        done, _ = await asyncio.wait({work}, timeout=self.config.step_timeout_s)
         if not done:
-            raise StepTimeout(f"a step of {len(plan.rows)} rows took over {self.config.step_timeout_s:g} s")
+            raise StepTimeout(
+                f"a step of {len(flight.plan.rows)} rows took over {self.config.step_timeout_s:g} s"
+            )
         return work.result()
 
-    def _step_failed(self, plan: StepPlan, error: Exception, started_ns: int) -> None:
+    def _drop(self, flight: Flight) -> list[Sequence]:
+        if flight in self._flights:
+            self._flights.remove(flight)
+        return self.scheduler.discard(flight.plan)
+
+    async def _recall(self) -> None:
+        """Takes back what is out: a step that has not begun never will, one that has is waited for."""
+        for flight in list(reversed(self._flights)):
+            flight.abandoned.set()
+            if not flight.work.cancel() and not isinstance(self.broken, StepTimeout):
+                await asyncio.wait({asyncio.wrap_future(flight.work)}, timeout=self.config.step_timeout_s)
+            if flight.work.done():
+                self._drop(flight)
+
+    def _step_failed(self, flight: Flight, error: Exception, started_ns: int) -> None:
         self._failures += 1
         message = f"an engine step failed ({type(error).__name__})"
-        failed = self.scheduler.discard(plan)
+        failed = self._drop(flight)
         for seq in failed:
             self.scheduler.remove(seq.request_id)
         self._fail(failed, Code.INTERNAL, message, retryable=True, cause=error, started_ns=started_ns)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from libs.wire.messages import Sampling, Token
@@ -14,19 +14,35 @@ class Draw:
     """Sample the token that follows the row's last token.
 
     `history` is prompt and answer up to here (penalties look at it), `num_prompt_tokens` of it are prompt;
-    the drawn token gets position `len(history)`, which with the seed keys the generator.
+    the drawn token gets the position behind them, which with the seed keys the generator. `history` may be a list
+    that grows while the draw is on its way: `num_tokens` of it count, all where that is None.
     """
 
     sampling: Sampling
     history: tuple[int, ...] | list[int]
     num_prompt_tokens: int
+    num_tokens: int | None = None
+
+    @property
+    def position(self) -> int:
+        return len(self.history) if self.num_tokens is None else self.num_tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        """Only then does the draw depend on what `history` holds."""
+        return (
+            self.sampling.repetition_penalty != 1.0
+            or self.sampling.frequency_penalty != 0.0
+            or self.sampling.presence_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Compute `tokens` of one sequence, at positions `start ...`, into `blocks` (its whole block table).
 
-    KV of positions below `start` is already in the blocks.
+    KV of positions below `start` is already in the blocks. A row with `stops` waits for the step before it, which
+    draws its only token: see `resolve`. No runner sees one.
     """
 
     request_id: str
@@ -34,6 +50,7 @@ class Row:
     start: int
     blocks: tuple[int, ...]
     draw: Draw | None  # None: more of the prompt follows in a later step
+    stops: frozenset[int] | None = None  # tokens with which the sequence ends instead
 
     @property
     def end(self) -> int:
@@ -49,6 +66,26 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
+
+
+def resolve(plan: StepPlan, before: StepPlan, drawn: Sequence[Token | None]) -> StepPlan:
+    """`plan` with the tokens that the step before it has drawn; rows of sequences that ended with it are left out."""
+    tokens = {row.request_id: token for row, token in zip(before.rows, drawn, strict=True)}
+    return StepPlan(tuple(row for row in (_resolved(row, tokens) for row in plan.rows) if row is not None))
+
+
+def _resolved(row: Row, tokens: Mapping[str, Token | None]) -> Row | None:
+    if row.stops is None:
+        return row
+    token = tokens.get(row.request_id)
+    if token is None or token.id in row.stops:
+        return None
+    draw = row.draw
+    if draw is not None and draw.has_penalties:  # the list may or may not hold the token by now
+        draw = replace(draw, history=[*draw.history[: row.start], token.id])
+    elif draw is not None:
+        draw = replace(draw, num_tokens=row.end)
+    return replace(row, tokens=(token.id,), draw=draw, stops=None)
 
 
 class StepAbandoned(Exception):

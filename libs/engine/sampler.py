@@ -38,8 +38,8 @@ def sample(logits: Floats, draws: Sequence[Draw]) -> list[Token]:
 def _sample_row(row: Floats, draw: Draw) -> Token:
     best = int(row.argmax())  # the first of equals; the first NaN, if there is one
     if not np.isfinite(row[best]):
-        raise LogitsError(f"the logit of token {best} at position {len(draw.history)} is {row[best]}")
-    return Token(id=best) if _is_plain(draw.sampling) else _draw(row, draw, best)
+        raise LogitsError(f"the logit of token {best} at position {draw.position} is {row[best]}")
+    return Token(id=best) if _is_plain(draw) else _draw(row, draw, best)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -48,24 +48,17 @@ def uniform(seed: int, position: int) -> float:
     return float(int(raw) >> 11) * 2.0**-53
 
 
-def _is_plain(sampling: Sampling) -> bool:
+def _is_plain(draw: Draw) -> bool:
     """The best logit is the answer, and nothing else is asked."""
-    return sampling.temperature < _GREEDY_BELOW and sampling.logprobs is None and not _has_penalties(sampling)
-
-
-def _has_penalties(sampling: Sampling) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-    )
+    sampling = draw.sampling
+    return sampling.temperature < _GREEDY_BELOW and sampling.logprobs is None and not draw.has_penalties
 
 
 def _draw(row: Floats, draw: Draw, best: int) -> Token:
     sampling = draw.sampling
-    adjusted = _penalise(row, draw) if _has_penalties(sampling) else row
+    adjusted = _penalise(row, draw) if draw.has_penalties else row
     if sampling.temperature >= _GREEDY_BELOW:
-        token_id = _pick(adjusted, sampling, uniform(sampling.seed, len(draw.history)))
+        token_id = _pick(adjusted, sampling, uniform(sampling.seed, draw.position))
     else:
         token_id = best if adjusted is row else int(adjusted.argmax())
     if sampling.logprobs is None:
@@ -81,7 +74,7 @@ def _draw(row: Floats, draw: Draw, best: int) -> Token:
 
 def _penalise(row: Floats, draw: Draw) -> Floats:
     """Repetition looks at prompt and answer, frequency and presence at the answer alone."""
-    sampling, history = draw.sampling, np.array(draw.history, np.int64)
+    sampling, history = draw.sampling, np.array(draw.history[: draw.position], np.int64)
     row = row.copy()
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(history)

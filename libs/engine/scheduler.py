@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from libs.engine.kv.cache import KvCache
 from libs.engine.plan import Row, StepPlan
 from libs.engine.sequence import Sequence, Status
-from libs.engine.step import StepEvent, check_drawn, row_of
+from libs.engine.step import Flight, Next, StepEvent, check_drawn
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import FinishReason, Token
 
@@ -57,8 +57,11 @@ class Scheduler:
         self._kv = kv
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: dict[str, Sequence] = {}  # oldest first, as waiting is
-        self._in_flight: dict[str, Sequence] = {}  # rows of the plan being executed
+        self._flights: list[Flight] = []  # plans that are out: the one being executed, and one behind it
         self._ended: list[Sequence] = []  # their blocks are released by reap()
+        self._removed: list[
+            Sequence
+        ] = []  # while a plan holds them: their blocks are released when it has landed
         self._preempted: set[str] = set()
         self._blocked: tuple[str, int] | None = None  # who was not admitted, with how many blocks to spare
 
@@ -76,11 +79,9 @@ class Scheduler:
     def num_sequences(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    @property
-    def is_step_unwanted(self) -> bool:
-        """A plan is out, and every sequence in it has been removed since."""
-        flying = self._in_flight.values()
-        return bool(flying) and all(seq.status is Status.FINISHED for seq in flying)
+    def is_unwanted(self, plan: StepPlan) -> bool:
+        """The plan is out, and every sequence in it has ended since."""
+        return any(flight.plan is plan and flight.is_unwanted for flight in self._flights)
 
     def next_deadline_ns(self) -> int | None:
         """When `expire` has work next; None without sequences."""
@@ -134,8 +135,8 @@ class Scheduler:
         seq = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if seq is not None:
             self._end(seq)
-            if self._in_flight.get(request_id) is not seq:
-                self._kv.release(seq)
+            self._removed.append(seq)
+            self._release_removed()
             self._kv.notify()  # one less to keep blocks for, even if it had none
         return seq
 
@@ -154,61 +155,94 @@ class Scheduler:
 
         Raises RuntimeError while a plan is out that neither `update` nor `discard` has ended.
         """
-        if self._in_flight:
+        if self._flights:
             raise RuntimeError("a plan is being executed")
         self.reap()
         stalled = self._grow_decodes()
         self._admit()
+        return self._send(Next.of(s) for s in self._running.values() if s.request_id not in stalled)
+
+    def prepare(self) -> StepPlan | None:
+        """The step behind the one that is out, planned before that one's tokens are known.
+
+        None where it cannot be foreseen: sequences wait to be admitted, blocks run out, nothing is left to do, or
+        two plans are out already. Then `schedule`, after `update`, finds what to do.
+        """
+        if len(self._flights) != 1 or self._waiting:
+            return None
+        flight = self._flights[0]
+        following = [Next.of(seq, flight.row_of(seq)) for seq in self._running.values()]
+        following = [each for each in following if not each.has_ended]
+        if not all(self._kv.grow(each.seq, each.num_tokens) for each in following):
+            return None
+        return self._send(following)
+
+    def _send(self, candidates: Iterable[Next]) -> StepPlan | None:
+        """Decodes first, then prompts, as many tokens as a step takes."""
         rows: list[Row] = []
+        sequences: dict[str, Sequence] = {}
         budget = self.config.max_step_tokens
-        decodes = [s for s in self._running.values() if s.num_uncomputed == 1 and s.request_id not in stalled]
-        prompts = [s for s in self._running.values() if s.num_uncomputed > 1]
-        for seq in (*decodes, *prompts):
-            count = min(seq.num_uncomputed, self.config.chunk, budget)
+        for each in sorted(candidates, key=lambda each: each.num_uncomputed > 1):
+            count = min(each.num_uncomputed, self.config.chunk, budget)
             if count == 0:
                 break
-            rows.append(row_of(seq, count))
-            self._in_flight[seq.request_id] = seq
+            rows.append(each.row(count))
+            sequences[each.seq.request_id] = each.seq
             budget -= count
-        return StepPlan(tuple(rows)) if rows else None
+        if not rows:
+            return None
+        plan = StepPlan(tuple(rows))
+        self._flights.append(Flight(plan, sequences))
+        return plan
 
     def update(
         self, plan: StepPlan, drawn: tuple[Token | None, ...], started_ns: int = 0, ended_ns: int = 0
     ) -> list[StepEvent]:
         """Takes in what the runner computed; one event per row whose sequence is still wanted.
 
+        `plan` is the older of those that are out, as it was executed: `resolve` may have taken rows from it.
         Sequences that ended keep their blocks until `reap`. Raises PlanMismatch, with nothing changed, if `drawn`
         does not fit the plan.
         """
         check_drawn(plan, drawn)
         events: list[StepEvent] = []
+        flight = self._flights.pop(0)
         for row, token in zip(plan.rows, drawn, strict=True):
-            seq = self._in_flight.pop(row.request_id)
+            seq = flight.sequences[row.request_id]
             if seq.status is Status.FINISHED:  # removed meanwhile
-                self._kv.release(seq)
                 continue
             seq.num_computed = row.end
             self._kv.commit(seq)
             reason = None if token is None else self._append(seq, token.id)
             tokens = () if token is None else (token,)
             events.append(StepEvent(seq, tokens, reason, None, len(row.tokens), started_ns, ended_ns))
+        self._release_removed()
         return events
 
     def discard(self, plan: StepPlan) -> list[Sequence]:
         """Ends a plan without results; returns the sequences still wanted, which the next plan may hold again."""
-        sequences = [self._in_flight.pop(row.request_id) for row in plan.rows]
-        for seq in sequences:
-            if seq.status is Status.FINISHED:  # removed meanwhile
-                self._kv.release(seq)
-        return [seq for seq in sequences if seq.status is not Status.FINISHED]
+        flight = next(flight for flight in self._flights if flight.plan is plan)
+        self._flights.remove(flight)
+        self._release_removed()
+        return [seq for seq in flight.sequences.values() if seq.status is not Status.FINISHED]
 
     def reap(self) -> None:
-        """Releases the blocks of sequences that have ended."""
-        for seq in self._ended:
-            self._kv.release(seq)
-        self._ended.clear()
+        """Releases the blocks of sequences that have ended and are in no plan that is out."""
+        self._ended = self._release(self._ended)
 
     # ------------------------------------------------------------ inside
+
+    def _release_removed(self) -> None:
+        self._removed = self._release(self._removed)
+
+    def _release(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Frees the blocks of those that no plan holds; returns the others."""
+        flying = [seq for flight in self._flights for seq in flight.sequences.values()]
+        held = [seq for seq in sequences if any(seq is each for each in flying)]
+        for seq in sequences:
+            if not any(seq is each for each in held):
+                self._kv.release(seq)
+        return held
 
     def _all(self) -> Iterable[Sequence]:
         yield from self._running.values()

@@ -149,11 +149,95 @@ async def test_arrivals_join_the_running_batch() -> None:
         await b.drained()
         assert [[row.request_id for row in plan.rows] for plan in gate.plans] == [
             ["a"],
+            ["a"],  # it was prepared when b came
             ["a", "b"],
             ["a", "b"],
-            ["a"],
         ]
         assert (b.answer("a"), b.answer("b")) == (expected(A, 4), expected(B, 2))
+
+
+async def test_the_next_step_is_there_before_the_present_one_has_ended() -> None:
+    """The loop is held at the end of step 1: the thread goes on to step 2 without it."""
+    gate, handled = Gate(), threading.Event()
+
+    def hold(events: list[StepEvent]) -> None:
+        if not handled.is_set():
+            gate.open()
+            assert gate.entered.acquire(timeout=PATIENCE_S), (
+                "step 2 began while the events of step 1 were handled"
+            )
+            handled.set()
+
+    async with bench(before_step=gate, on_step=hold) as b:
+        b.engine.submit(new_sequence("a", A, max_tokens=6))
+        await gate.wait_for_step()
+        gate.open(2)  # the first step, and the one in `hold`
+        gate.open(100)
+        await b.drained()
+        assert handled.is_set()
+        assert b.answer("a") == expected(A, 6)
+        assert [row.tokens for plan in gate.plans[1:] for row in plan.rows] == [
+            (token,) for token in expected(A, 5)
+        ]
+
+
+async def test_a_sequence_that_stops_has_no_row_in_the_step_that_was_prepared() -> None:
+    gate = Gate()
+    async with bench(before_step=gate, model=FakeModel(script={tuple(A): [7, 2]})) as b:
+        b.engine.submit(new_sequence("a", A, max_tokens=9, stop=(2,)))
+        b.engine.submit(new_sequence("b", B, max_tokens=4))
+        gate.open(100)
+        await b.drained()
+        assert (b.answer("a"), b.last("a").reason) == ([7, 2], "stop")
+        assert [[row.request_id for row in plan.rows] for plan in gate.plans] == [
+            ["a", "b"],
+            ["a", "b"],
+            ["b"],
+            ["b"],
+        ]
+
+
+async def test_what_was_prepared_behind_a_failed_step_is_not_executed() -> None:
+    gate = Gate()
+    async with bench(before_step=gate) as b:
+        b.engine.submit(new_sequence("a", A, max_tokens=9))
+        await gate.wait_for_step()
+        gate.error = RuntimeError("no")
+        gate.open()
+        await b.until(lambda: bool(b.events))
+        gate.error = None
+        assert b.error("a").code is Code.INTERNAL
+        b.engine.submit(new_sequence("b", B, max_tokens=2))
+        gate.open(100)
+        await b.drained()
+        assert [[row.request_id for row in plan.rows] for plan in gate.plans] == [["a"], ["b"], ["b"]]
+        assert b.answer("b") == expected(B, 2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_storm_gives_everybody_the_same_answer(seed: int) -> None:
+    """Arrivals, aborts, stops and a pool that is too small for all, on an engine that plans ahead."""
+    rng = random.Random(seed)
+    async with bench(40, max_chunk=7, max_step_tokens=16) as b:
+        prompts = {f"r{i}": [rng.randrange(50) for _ in range(rng.randint(1, 30))] for i in range(60)}
+        limits = {name: rng.randint(1, 20) for name in prompts}
+        stops = {name: expected(prompts[name], limits[name])[-1] for name in prompts if rng.random() < 0.3}
+        aborted = set()
+        for name, prompt in prompts.items():
+            stop = (stops[name],) if name in stops else ()
+            b.engine.submit(new_sequence(name, prompt, limits[name], stop=stop))
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * 0.01)
+            if rng.random() < 0.2:
+                victim = rng.choice(list(prompts))
+                if b.engine.abort(victim) is not None:
+                    aborted.add(victim)
+        await b.drained()
+        for name in prompts.keys() - aborted:
+            answer = expected(prompts[name], limits[name])
+            if name in stops:
+                answer = answer[: answer.index(stops[name]) + 1]
+            assert b.answer(name) == answer, f"seed {seed}, {name}"
 
 
 async def test_an_idle_engine_wakes_for_work_and_for_blocks() -> None:
@@ -243,9 +327,9 @@ async def test_a_step_that_nobody_wants_any_more_is_abandoned_and_no_failure() -
         b.engine.submit(new_sequence("b", B, 5))
         await gate.wait_for_step()
         b.engine.abort("a")
-        assert not b.engine.scheduler.is_step_unwanted, "b is still wanted"
+        assert not b.engine.scheduler.is_unwanted(gate.plans[-1]), "b is still wanted"
         b.engine.abort("b")
-        assert b.engine.scheduler.is_step_unwanted
+        assert b.engine.scheduler.is_unwanted(gate.plans[-1])
         gate.open()
         await b.until(lambda: b.kv.used == 0)
         assert (b.engine.num_steps, b.events) == (0, [])
