@@ -13,7 +13,7 @@ class AttentionTasks {
   void plan(const Batch& batch, const Pool& pool, int num_heads, int threads) {
     batch_ = &batch, pool_ = &pool, num_heads_ = num_heads;
     direct_tasks_.clear(), panel_tasks_.clear(), direct_rows_.clear();
-    direct_of_.assign(static_cast<size_t>(batch.num_sequences), -1);
+    direct_of_row_.assign(static_cast<size_t>(batch.num_rows), -1);
     num_partials_ = 0;
     for (int s = 0; s < batch.num_sequences; ++s) {
       if (batch.rows_of(s) > DIRECT_ROWS)
@@ -27,14 +27,19 @@ class AttentionTasks {
       scratch.prepare(pool.head_dim, span_tokens(pool.block_size), num_heads / pool.num_kv_heads);
   }
 
-  // Called by every thread of the team: out[rows][heads * dim] from query[rows][query_stride], scaled.
+  // Called by every thread of the team: out[rows][heads * dim] from query[rows][query_stride], scaled. A row of `out` is
+  // complete after `finish_row`.
   void run(Team& team, int id, int layer, const float* query, int query_stride, float* out) {
     if (pool_->is_half)
       run_as<Half>(team, id, layer, query, query_stride, out);
     else
       run_as<Single>(team, id, layer, query, query_stride, out);
-    if (direct_rows_.empty()) return;
-    team.each(static_cast<int>(direct_rows_.size()), [&](int i) { merge_row(direct_rows_[static_cast<size_t>(i)], out); });
+  }
+
+  // Merges the spans of a row that was computed in several.
+  void finish_row(int row, float* out) {
+    const int32_t index = direct_of_row_[static_cast<size_t>(row)];
+    if (index >= 0) merge_row(direct_rows_[static_cast<size_t>(index)], out);
   }
 
  private:
@@ -62,8 +67,8 @@ class AttentionTasks {
   void plan_direct(int sequence) {
     const int rows = batch_->rows_of(sequence), start = batch_->starts[sequence];
     if (rows == 0) return;
-    direct_of_[static_cast<size_t>(sequence)] = static_cast<int32_t>(direct_rows_.size());
     for (int r = 0; r < rows; ++r) {
+      direct_of_row_[static_cast<size_t>(batch_->first_rows[sequence] + r)] = static_cast<int32_t>(direct_rows_.size());
       const int first = batch_->lowest_key(start + r) / span(), count = (start + r) / span() - first + 1;
       direct_rows_.push_back({batch_->first_rows[sequence] + r, first, count, num_partials_});
       num_partials_ += static_cast<size_t>(num_heads_) * count;
@@ -94,7 +99,8 @@ class AttentionTasks {
                              start / pool_->block_size, tokens);
     DirectQueries queries;
     for (int r = 0; r < rows; ++r) {
-      const DirectRow& row = direct_rows_[static_cast<size_t>(direct_of_[static_cast<size_t>(task.sequence)] + r)];
+      const int32_t index = direct_of_row_[static_cast<size_t>(batch_->first_rows[task.sequence] + r)];
+      const DirectRow& row = direct_rows_[static_cast<size_t>(index)];
       if (task.span < row.first_span || task.span >= row.first_span + row.num_spans) continue;
       const int low = batch_->lowest_key(first + r) - start, high = first + r + 1 - start;
       for (int g = 0; g < group; ++g) {
@@ -129,7 +135,7 @@ class AttentionTasks {
   std::vector<PanelTask> panel_tasks_;
   std::vector<DirectTask> direct_tasks_;
   std::vector<DirectRow> direct_rows_;
-  std::vector<int32_t> direct_of_;  // index in direct_rows_ of a sequence's first row
+  std::vector<int32_t> direct_of_row_;  // index in direct_rows_ of a row of the batch, -1 for rows of panels
   std::vector<AttentionScratch> scratch_;
   Buffer<float> partials_;
 };

@@ -68,7 +68,10 @@ class Engine {
   // Attention alone: query[rows][heads * dim], scaled; out[rows][heads * dim].
   void attention(const Batch& batch, const Pool& pool, int index, int num_heads, const float* query, float* out) {
     attention_.plan(batch, pool, num_heads, team_.size());
-    team_.run([&](int id) { attention_.run(team_, id, index, query, num_heads * pool.head_dim, out); });
+    team_.run([&](int id) {
+      attention_.run(team_, id, index, query, num_heads * pool.head_dim, out);
+      team_.each(batch.num_rows, [&](int r) { attention_.finish_row(r, out); });
+    });
   }
 
   // The KV of the batch's rows into the pool, q and k rotated in place. qkv[rows][(heads + 2 * kv_heads) * dim].
@@ -238,7 +241,10 @@ inline void Engine::layer(const Model& model, const Layer& layer, const Batch& b
     });
     if (!batch.is_drawn && index + 1 == pool.num_layers) return;
     attention_.run(team_, id, index, qkv, qkv_width, mixed);
-    team_.each(rows, [&](int r) { put_row(attended, r, mixed + static_cast<size_t>(r) * heads * dim); });
+    team_.each(rows, [&](int r) {
+      attention_.finish_row(r, mixed);
+      put_row(attended, r, mixed + static_cast<size_t>(r) * heads * dim);
+    });
     add_product(layer.o, attended);
     norm(second, layer.mlp_norm);
     gate(layer, second, gated, scratch);

@@ -79,6 +79,13 @@ struct PackedTile {
   }
   simd::F scale(int group, int half) const { return load_scales(scales + (group * Format::SCALES + half) * TILE); }
   simd::F min(int group) const { return load_scales(mins + group * TILE); }
+  // The machine's own prefetcher stops at the end of each page; this does not, and may reach past the matrix: a prefetch
+  // of what is not there does nothing.
+  void prefetch(int group) const {
+    const uint8_t* ahead = data + static_cast<size_t>(group) * Format::BITS * 64 + PREFETCH_BYTES;
+    for (int line = 0; line < Format::BITS; ++line) __builtin_prefetch(ahead + line * 64);
+  }
+  static constexpr int PREFETCH_BYTES = 6144;
 };
 
 // The same unpacked: a byte for each weight, float for scales. Pays when many rows go over it.
@@ -92,6 +99,7 @@ struct UnpackedTile {
     float* to_scales = reinterpret_cast<float*>(memory + static_cast<size_t>(groups) * 512);
     float* to_mins = to_scales + static_cast<size_t>(groups) * Format::SCALES * TILE;
     for (int g = 0; g < groups; ++g) {
+      packed.prefetch(g);
       for (int c = 0; c < 8; ++c) simd::store_bytes(memory + g * 512 + c * 64, packed.chunk(g, c));
       for (int h = 0; h < Format::SCALES; ++h) simd::store(to_scales + (g * Format::SCALES + h) * TILE, packed.scale(g, h));
       if constexpr (Format::HAS_MIN) simd::store(to_mins + g * TILE, packed.min(g));
@@ -103,6 +111,7 @@ struct UnpackedTile {
   simd::Bytes chunk(int group, int chunk) const { return simd::load_bytes(data + group * 512 + chunk * 64); }
   simd::F scale(int group, int half) const { return simd::load(scales + (group * Format::SCALES + half) * TILE); }
   simd::F min(int group) const { return simd::load(mins + group * TILE); }
+  void prefetch(int) const {}
 };
 
 // `COUNT` rows from `row` on by one tile, out[COUNT][16].
@@ -114,6 +123,7 @@ inline void dot_rows(const Tile& tile, const Rows& x, int row, float* out) {
   const int groups = x.groups();
   for (int g = 0; g < groups; ++g) {
     const size_t cell = x.cell(g, row);
+    tile.prefetch(g);
     const int8_t* bytes = x.bytes + cell * GROUP;
     const int32_t* halves = x.halves + 2 * cell;
     const float *scales = x.scales + cell, *totals = x.totals + cell;
