@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from libs.engine.kv.cache import KvCache
 from libs.engine.plan import Row, StepPlan
 from libs.engine.sequence import Sequence, Status
-from libs.engine.step import Flight, Next, StepEvent, check_drawn
+from libs.engine.step import Next, PlanOut, StepEvent, check_drawn
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import FinishReason, Token
 
@@ -57,7 +57,7 @@ class Scheduler:
         self._kv = kv
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: dict[str, Sequence] = {}  # oldest first, as waiting is
-        self._flights: list[Flight] = []  # plans that are out: the one being executed, and one behind it
+        self._out: list[PlanOut] = []  # plans that are out: the one being executed, and one behind it
         self._ended: list[Sequence] = []  # their blocks are released by reap()
         self._removed: list[
             Sequence
@@ -81,7 +81,7 @@ class Scheduler:
 
     def is_unwanted(self, plan: StepPlan) -> bool:
         """The plan is out, and every sequence in it has ended since."""
-        return any(flight.plan is plan and flight.is_unwanted for flight in self._flights)
+        return any(sent.plan is plan and sent.is_unwanted for sent in self._out)
 
     def next_deadline_ns(self) -> int | None:
         """When `expire` has work next; None without sequences."""
@@ -155,7 +155,7 @@ class Scheduler:
 
         Raises RuntimeError while a plan is out that neither `update` nor `discard` has ended.
         """
-        if self._flights:
+        if self._out:
             raise RuntimeError("a plan is being executed")
         self.reap()
         stalled = self._grow_decodes()
@@ -168,10 +168,10 @@ class Scheduler:
         None where it cannot be foreseen: sequences wait to be admitted, blocks run out, nothing is left to do, or
         two plans are out already. Then `schedule`, after `update`, finds what to do.
         """
-        if len(self._flights) != 1 or self._waiting:
+        if len(self._out) != 1 or self._waiting:
             return None
-        flight = self._flights[0]
-        following = [Next.of(seq, flight.row_of(seq)) for seq in self._running.values()]
+        sent = self._out[0]
+        following = [Next.of(seq, sent.row_of(seq)) for seq in self._running.values()]
         following = [each for each in following if not each.has_ended]
         if not all(self._kv.grow(each.seq, each.num_tokens) for each in following):
             return None
@@ -192,7 +192,7 @@ class Scheduler:
         if not rows:
             return None
         plan = StepPlan(tuple(rows))
-        self._flights.append(Flight(plan, sequences))
+        self._out.append(PlanOut(plan, sequences))
         return plan
 
     def update(
@@ -206,9 +206,9 @@ class Scheduler:
         """
         check_drawn(plan, drawn)
         events: list[StepEvent] = []
-        flight = self._flights.pop(0)
+        sent = self._out.pop(0)
         for row, token in zip(plan.rows, drawn, strict=True):
-            seq = flight.sequences[row.request_id]
+            seq = sent.sequences[row.request_id]
             if seq.status is Status.FINISHED:  # removed meanwhile
                 continue
             seq.num_computed = row.end
@@ -221,10 +221,10 @@ class Scheduler:
 
     def discard(self, plan: StepPlan) -> list[Sequence]:
         """Ends a plan without results; returns the sequences still wanted, which the next plan may hold again."""
-        flight = next(flight for flight in self._flights if flight.plan is plan)
-        self._flights.remove(flight)
+        sent = next(sent for sent in self._out if sent.plan is plan)
+        self._out.remove(sent)
         self._release_removed()
-        return [seq for seq in flight.sequences.values() if seq.status is not Status.FINISHED]
+        return [seq for seq in sent.sequences.values() if seq.status is not Status.FINISHED]
 
     def reap(self) -> None:
         """Releases the blocks of sequences that have ended and are in no plan that is out."""
@@ -237,7 +237,7 @@ class Scheduler:
 
     def _release(self, sequences: list[Sequence]) -> list[Sequence]:
         """Frees the blocks of those that no plan holds; returns the others."""
-        flying = [seq for flight in self._flights for seq in flight.sequences.values()]
+        flying = [seq for sent in self._out for seq in sent.sequences.values()]
         held = [seq for seq in sequences if any(seq is each for each in flying)]
         for seq in sequences:
             if not any(seq is each for each in held):

@@ -76,7 +76,7 @@ class Next:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class PlanOut:
     """A plan that is out, and the sequences in it by request id."""
 
     plan: StepPlan

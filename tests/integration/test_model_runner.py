@@ -17,7 +17,7 @@ from libs.engine.plan import Draw, Row, StepAbandoned, StepPlan
 from libs.engine.sampler import LogitsError
 from libs.wire.messages import Sampling
 from tests.checkpoints import tiny_model
-from tests.integration.model_steps import Bench, MakeRunner, Source, random_tokens, same_bits
+from tests.integration.model_steps import Bench, MakeRunner, Source, native_runner, random_tokens, same_bits
 
 MakeBench = Callable[..., Bench]
 
@@ -110,6 +110,25 @@ def test_a_row_without_room_for_its_tokens_is_refused(make_bench: MakeBench, mak
     runner = make_bench(SOURCE, 4, make_runner=make_runner).runner
     with pytest.raises(ValueError, match="row short: 1 blocks for 17 tokens"):
         runner.execute(StepPlan((row("short", list(range(17)), 0, [0]),)))
+
+
+@pytest.mark.parametrize(
+    ("token", "start", "block", "what"),
+    [
+        (320, 0, 0, "token"),
+        (-1, 0, 0, "token"),
+        (5, 0, 4, "block"),
+        (5, 0, -1, "block"),
+        (5, 64, 0, "position"),
+    ],
+)
+def test_the_native_engine_reads_nothing_outside(
+    make_bench: MakeBench, token: int, start: int, block: int, what: str
+) -> None:
+    """Its kernels check no index; a pool of 4 blocks bounds positions to 64."""
+    runner = make_bench(SOURCE, 4, make_runner=native_runner).runner
+    with pytest.raises(ValueError, match=f"a {what} is outside"):
+        runner.execute(StepPlan((row("r", [token], start, [block] * 5),)))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ class NativeLlama:
         self._head = _matrix(packed.matrices.get("head.weight", packed.matrices["embed.weight"]))
         self._norm = packed.vectors["norm.weight"]
         self._pool_bytes = np.frombuffer(pool.map, np.uint8)  # keeps the pool mapped
+        self._num_blocks = pool.num_blocks
         self._pool = _pool(pool, self._pool_bytes)
         self._logits = np.empty(
             (0, self.config.vocab_size), np.float32
@@ -40,8 +41,10 @@ class NativeLlama:
     def forward(self, batch: NativeBatch, is_abandoned: Callable[[], bool] = never) -> Floats:
         """Write the KV of the batch's tokens to the pool; logits of the drawn ones, [drawn, vocabulary].
 
-        The logits stand until the next call. Raises StepAbandoned before the next layer.
+        The logits stand until the next call. Raises StepAbandoned before the next layer, ValueError for tokens,
+        positions or blocks that the model or the pool does not have: the kernels would read what lies behind.
         """
+        self._check(batch)
         structure = batch.structure()
         hidden = self._kernels.embed(self._embed, batch.tokens)
         for index, layer in enumerate(self._layers):
@@ -53,6 +56,18 @@ class NativeLlama:
         out = self._logits[: len(batch.drawn)]
         eps = self.config.rms_norm_eps
         return self._kernels.linear(self._head, hidden[batch.drawn], norm=self._norm, eps=eps, out=out)
+
+    def _check(self, batch: NativeBatch) -> None:
+        if len(batch.tokens) == 0:
+            return
+        ends = batch.starts + np.diff(batch.first_rows)
+        for what, values, limit in (
+            ("token", batch.tokens, self.config.vocab_size),
+            ("position", ends - 1, self._model.num_positions),
+            ("block", batch.tables, self._num_blocks),
+        ):
+            if values.min() < 0 or values.max() >= limit:
+                raise ValueError(f"a {what} is outside 0 to {limit - 1}")
 
 
 def _angles(config: ModelConfig, num_positions: int) -> tuple[Floats, Floats]:
