@@ -133,7 +133,8 @@ class Engine:
         return self._empty.is_set()
 
     async def stop(self, timeout_s: float) -> bool:
-        """Ends `run` after the present step; sequences left over fail as DRAINING. False if the step takes longer."""
+        """Ends `run` after the present step (and the one behind it, if that has begun); sequences left over fail as
+        DRAINING. False if that takes longer."""
         self._stopping = True
         self._wake.set()
         if not self._started:
@@ -231,7 +232,10 @@ class Engine:
         for flight in list(reversed(self._flights)):
             flight.abandoned.set()
             if not flight.work.cancel() and not isinstance(self.broken, StepTimeout):
-                await asyncio.wait({asyncio.wrap_future(flight.work)}, timeout=self.config.step_timeout_s)
+                work = asyncio.wrap_future(flight.work)
+                done, _ = await asyncio.wait({work}, timeout=self.config.step_timeout_s)
+                for each in done:
+                    each.exception()  # looked at, or asyncio logs it as forgotten
             if flight.work.done():
                 self._drop(flight)
 

@@ -168,11 +168,13 @@ class Scheduler:
         None where it cannot be foreseen: sequences wait to be admitted, blocks run out, nothing is left to do, or
         two plans are out already. Then `schedule`, after `update`, finds what to do.
         """
-        if len(self._out) != 1 or self._waiting:
+        if len(self._out) != 1:
             return None
         sent = self._out[0]
         following = [Next.of(seq, sent.row_of(seq)) for seq in self._running.values()]
         following = [each for each in following if not each.has_ended]
+        if self._waiting and len(following) < self.config.max_running:
+            return None
         if not all(self._kv.grow(each.seq, each.num_tokens) for each in following):
             return None
         return self._send(following)

@@ -100,7 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     for command, function in ((status, _status), (trace, _trace), (doctor, _doctor), (chat, _chat)):
         if command is not chat:
             command.add_argument("--json", action="store_true", dest="as_json", help="for programs")
-        add_settings(command, ("nats_url", "state_dir", "host", "port", "model"))
+        engine = ("engine", "kernels", "cache_dir") if command is doctor else ()
+        add_settings(command, ("nats_url", "state_dir", "host", "port", "model", *engine))
         command.set_defaults(run=function)
     add_bench(commands)
     return parser

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -212,6 +214,43 @@ async def test_what_was_prepared_behind_a_failed_step_is_not_executed() -> None:
         await b.drained()
         assert [[row.request_id for row in plan.rows] for plan in gate.plans] == [["a"], ["b"], ["b"]]
         assert b.answer("b") == expected(B, 2)
+
+
+async def test_what_is_taken_back_is_not_logged_as_forgotten() -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    gate = Gate()
+    async with bench(before_step=gate) as b:
+        b.engine.submit(new_sequence("a", A, max_tokens=9))
+        await gate.wait_for_step()
+        gate.error = RuntimeError("no")
+        gate.open()
+        await b.drained()
+        gc.collect()  # futures complain when they are collected
+        assert complaints == []
+
+
+async def test_an_abort_in_the_running_and_in_the_prepared_step_frees_the_blocks_after_both() -> None:
+    gate = Gate()
+    async with bench(before_step=gate) as b:
+        b.engine.submit(new_sequence("a", A, max_tokens=9))
+        b.engine.submit(new_sequence("b", B, max_tokens=9))
+        await gate.wait_for_step()
+        gate.open()
+        await gate.wait_for_step()  # step 2 executes, with a and b
+        await b.until(lambda: b.engine.num_steps == 1)
+        await asyncio.sleep(0)  # the loop has prepared step 3 when it waits again
+        seq = b.engine.abort("a")
+        assert seq is not None and seq.blocks
+        gate.open()
+        await gate.wait_for_step()  # step 3 executes: it still writes to the blocks of a
+        await b.until(lambda: b.engine.num_steps == 2)
+        held = {block for row in gate.plans[2].rows if row.request_id == "a" for block in row.blocks}
+        assert held and held == set(seq.blocks)
+        gate.open(100)
+        await b.drained()
+        assert seq.blocks == []
+        assert b.answer("a") == expected(A, 1) and b.answer("b") == expected(B, 9)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from libs.kernels.native.compiler import Compiler
 from libs.service.config import Settings, load
 from services.cli import doctor
 from services.cli.checks import hardware, kernels, network, runtime
@@ -87,8 +90,36 @@ def test_missing_programs(settings: Settings, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("CXX", raising=False)
     assert kernels.compiler(settings).level == kernels.kernels(settings).level == "warn"
     assert "torch" in kernels.kernels(settings).fact and "g++" in kernels.kernels(settings).advice
+    bound = replace(settings, engine="native")
+    assert kernels.compiler(bound).level == kernels.kernels(bound).level == "missing"
+    assert "do not start" in kernels.kernels(bound).fact
+    unused = replace(settings, engine="torch")
+    assert kernels.compiler(unused).level == kernels.kernels(unused).level == "ok"
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     assert runtime.nats_server(settings).level == "missing"
+
+
+def test_kernels_are_told_as_they_lie_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache" / "kernels" / "avx2-1.so"
+    monkeypatch.setattr(kernels, "find_compiler", lambda: Compiler(("c++",), "1"))
+    monkeypatch.setattr(kernels, "library_path", lambda *_: path)
+    settings = load({}, cache_dir=tmp_path / "cache")
+    assert "will be compiled" in kernels.kernels(settings).fact and not path.parent.exists()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"half a library")
+    assert "will be compiled" in kernels.kernels(settings).fact
+    path.write_bytes(b"library" + hashlib.sha256(b"library").digest())
+    finding = kernels.kernels(settings)
+    assert finding.level == "ok" and str(path) in finding.fact
+
+
+def test_a_cache_that_cannot_be_written_costs_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find_compiler", lambda: Compiler(("c++",), "1"))
+    (tmp_path / "file").touch()
+    finding = kernels.kernels(load({}, cache_dir=tmp_path / "file" / "cache"))
+    assert finding.level == "warn" and "each start" in finding.fact and "--cache-dir" in finding.advice
 
 
 def test_a_busy_port_is_a_warning(settings: Settings) -> None:

@@ -10,6 +10,7 @@ from libs.kernels.environment import cpu_flags
 
 _X86 = ("x86_64", "amd64")
 _AMX_FLAGS = frozenset({"amx_tile", "amx_int8"})
+AMX_COMPILER_FLAGS = ("-mamx-tile", "-mamx-int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +45,5 @@ def compiler_flags(instruction_set: InstructionSet, flags: Iterable[str] | None 
     """Of the instruction set, and of the matrix unit (AMX) where an AVX-512 CPU has one."""
     present = frozenset(cpu_flags() if flags is None else flags)
     if instruction_set is AVX512 and present >= _AMX_FLAGS:
-        return (*instruction_set.compiler_flags, "-mamx-tile", "-mamx-int8")
+        return (*instruction_set.compiler_flags, *AMX_COMPILER_FLAGS)
     return instruction_set.compiler_flags

@@ -49,40 +49,39 @@ def load(
         return _load_from(cache_dir, chosen, compiler, on_progress or _log.info)
     except CompilerError as error:
         raise NativeUnavailable(str(error)) from error
+    except OSError as error:
+        raise NativeUnavailable(f"kernels can neither be kept nor loaded: {error}") from error
 
 
 def _load_from(
     cache_dir: Path, chosen: InstructionSet, compiler: Compiler, on_progress: OnProgress
 ) -> ctypes.CDLL:
-    path = library_path(cache_dir, chosen, compiler)
+    """Raises CompilerError, and OSError where neither the cache nor a temporary folder serves."""
     try:
-        compile_library(path, chosen, compiler, on_progress=on_progress)
-    except OSError as error:
+        return _made(cache_dir, chosen, compiler, on_progress)
+    except OSError as error:  # read-only, full, mounted noexec, made on a machine with another C library
         _log.warning(
             "kernels cannot be kept, so each start compiles them", cache=str(cache_dir), reason=str(error)
         )
-        with tempfile.TemporaryDirectory(prefix="baton-kernels-") as folder:
-            path = library_path(Path(folder), chosen, compiler)
-            compile_library(path, chosen, compiler, on_progress=on_progress)
-            return _open(path)
-    try:
-        return _open(path)
-    except OSError as error:  # a damaged file
-        _log.warning("compiled kernels are damaged; compiling them again", path=str(path), reason=str(error))
-        compile_library(path, chosen, compiler, on_progress=on_progress, renew=True)
-    try:
-        return _open(path)
-    except OSError as error:
-        raise CompilerError(f"compiled kernels cannot be loaded: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="baton-kernels-") as folder:
+        return _made(Path(folder), chosen, compiler, on_progress)
+
+
+def _made(folder: Path, chosen: InstructionSet, compiler: Compiler, on_progress: OnProgress) -> ctypes.CDLL:
+    path = library_path(folder, chosen, compiler)
+    compile_library(path, chosen, compiler, on_progress=on_progress)
+    return _open(path)
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Raises OSError for a file that is not our library."""
+    """Raises OSError for a file that does not load, CompilerError for one that was made of other sources."""
     library = ctypes.CDLL(str(path))
     try:
         abi = int(library.baton_abi())
     except AttributeError:
-        raise OSError(f"{path} has no baton_abi") from None
+        raise CompilerError(f"{path} has no baton_abi") from None
     if abi != ABI:
-        raise OSError(f"{path} has ABI {abi}, not {ABI}")
+        raise CompilerError(
+            f"{path} has ABI {abi}, not {ABI}: sources and Python code are of different versions"
+        )
     return library
