@@ -102,8 +102,8 @@ def test_among_neighbours(
     make_bench: MakeBench, make_runner: MakeRunner, source: TensorSource, dtype: KvDtype
 ) -> None:
     """Random neighbours at random points of their own, some in prefill, some in decode."""
-    bench, rng = make_bench(source, 800, dtype=dtype, make_runner=make_runner), random.Random(2)
-    for num_neighbours in (1, 2, 3, 7, 16, 17):
+    bench, rng = make_bench(source, 1300, dtype=dtype, make_runner=make_runner), random.Random(2)
+    for num_neighbours in (1, 2, 3, 7, 16, 31):
         tokens = random_tokens(rng, rng.choice(BOUNDARIES), bench.vocab_size)
         expected = cold(bench, tokens)
         neighbours = [
@@ -148,6 +148,16 @@ def test_from_cached_prefix(
         assert same_bits(logits, expected[0]), f"{cached} cached blocks and {suffix} tokens"
         assert bench.kv(feed) == expected[1]
         bench.release(feed, shared=cached)
+
+
+@pytest.mark.parametrize("variant", ["llama", "window"])
+def test_long_chunks(make_bench: MakeBench, make_runner: MakeRunner, variant: str) -> None:
+    bench, rng = make_bench(Source(VARIANTS[variant]), 140, make_runner=make_runner), random.Random(10)
+    tokens = random_tokens(rng, 2048, bench.vocab_size)
+    expected = cold(bench, tokens)
+    for schedule in ([2047, 1], [1, 2047], [1024] * 2, [300] * 7, [rng.randint(1, 90) for _ in tokens]):
+        feed = bench.feed(tokens)
+        check(bench, feed, bench.run(feed, schedule), expected, f"in chunks of {schedule[:20]}")
 
 
 def test_on_two_threads(make_bench: MakeBench, source: TensorSource) -> None:
