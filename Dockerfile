@@ -24,9 +24,10 @@ COPY libs libs
 COPY services services
 RUN pip install --no-deps --force-reinstall . && rm -rf /opt/baton
 
-# Shared between containers: run, sockets over which workers pass memory to each other; cache, kernels and packed weights.
+# Shared between containers: run, sockets over which workers pass memory to each other; cache, kernels and packed weights;
+# store, KV blocks.
 RUN useradd --uid 1000 --create-home baton \
-    && install -d -o baton -g baton /var/lib/baton /var/lib/baton/run /var/lib/baton/cache
+    && install -d -o baton -g baton /var/lib/baton /var/lib/baton/run /var/lib/baton/cache /var/lib/baton/store
 WORKDIR /var/lib/baton
 USER baton
 

@@ -22,6 +22,7 @@ from libs.engine.plan import StepPlan
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
 from libs.service.telemetry import Telemetry
+from libs.store.interface import Store
 from libs.wire import subjects
 from libs.wire.messages import (
     Abort,
@@ -79,6 +80,7 @@ class Cluster:
         model: FakeModel | None = None,
         step_delay_s: float = 0.0,
         before_step: Callable[[StepPlan], None] | None = None,
+        store: Store | None = None,
     ) -> Running:
         bus = await Bus.connect(self.url, worker_id)
         spans = InMemorySpanExporter()
@@ -86,7 +88,7 @@ class Cluster:
         runner = FakeRunner(pool, model, step_delay_s=step_delay_s, before_step=before_step)
         identity = Identity(role, worker_id, time.time_ns())
         telemetry = Telemetry(role, worker_id, spans)
-        host = Host(identity, self.settings, bus, telemetry, CARD, pool, runner)
+        host = Host(identity, self.settings, bus, telemetry, CARD, pool, runner, store)
         worker = PrefillWorker(host) if role == "prefill" else DecodeWorker(host)
         stop = asyncio.Event()
         task = asyncio.create_task(host.serve(worker, stop))
@@ -154,6 +156,8 @@ class Client:
         prefill: str | None = "prefill-1",
         prefill_sources: tuple[Source, ...] = (),
         decode_sources: tuple[Source, ...] = (),
+        store_blocks: int = 0,
+        tenant: str = "default",
         stop_token_ids: tuple[int, ...] = (),
         attempt: int = 0,
         deadline_s: float = 20.0,
@@ -162,7 +166,8 @@ class Client:
             "request_id": request_id,
             "attempt": attempt,
             "gateway_id": self.gateway_id,
-            "tenant": "default",
+            "tenant": tenant,
+            "store_blocks": store_blocks,
             "prompt": tuple(prompt),
             "sampling": Sampling(temperature=0.0),
             "limits": Limits(max_tokens=max_tokens, stop_token_ids=stop_token_ids),

@@ -34,6 +34,7 @@ from libs.wire.errors import RequestRefused
 from libs.wire.messages import (
     Abort,
     Accepted,
+    Cached,
     Delta,
     Done,
     Failed,
@@ -163,7 +164,7 @@ class FakeWorker:
             attempt=request.attempt,
             reason=reason,
             num_tokens=num_tokens,
-            cached_tokens=self.cached_tokens,
+            cached=Cached(tokens=self.cached_tokens),
         )
         await self.send(request.gateway_id, finished)
 

@@ -40,7 +40,7 @@ def cached_first_token(server: Path, model: Path, threads: int, shape: Cached, r
     """
     rng = random.Random(0)
     prompt = _tokens(rng, shape.cached)
-    with _serving(server, model, threads, shape.cached + shape.new) as url:
+    with serving(server, model, threads, shape.cached + shape.new) as url:
         ask(url, prompt)
         ask(url, prompt + _tokens(rng, shape.new))  # the first of its kind is not timed
         answers = [ask(url, prompt + _tokens(rng, shape.new)) for _ in range(repeats)]
@@ -75,7 +75,7 @@ def parse_answer(document: dict[str, Any], wall_ms: float) -> Answer:
 
 
 @contextmanager
-def _serving(server: Path, model: Path, threads: int, num_tokens: int) -> Iterator[str]:
+def serving(server: Path, model: Path, threads: int, num_tokens: int) -> Iterator[str]:
     """A server with one slot, stopped at the end whatever happens."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"

@@ -327,11 +327,11 @@ class Scheduler:
             request_id, spare_then = self._blocked
             if request_id == seq.request_id and spare <= spare_then:
                 return False  # no more than last time: saves hashing a long prompt at every step
-        num_cached = seq.num_cached
+        cached = seq.cached
         if not self._kv.reserve(seq, keep_available=watermark):
             self._blocked = (seq.request_id, spare)
             return False
         self._blocked = None
         if seq.request_id in self._preempted:
-            seq.num_cached = num_cached
+            seq.cached = cached
         return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from libs.wire.messages import FinishReason, Limits, Sampling
+from libs.wire.messages import Cached, FinishReason, Limits, Sampling
 
 
 class Status(Enum):
@@ -35,6 +35,10 @@ class Sequence:
     deadline_ns: int  # ns since 1970
     num_computed: int = 0  # tokens whose KV stands in `blocks`
     num_cached: int = 0  # prompt tokens that were found or pulled, not computed
+    num_from_peer: int = 0  # of these
+    num_from_store: int = 0  # of these
+    miss: str = ""  # why less was cached than was promised
+    tenant: str = ""  # whose blocks its are
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     status: Status = Status.HELD
@@ -50,6 +54,21 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def cached(self) -> Cached:
+        return Cached(
+            tokens=self.num_cached,
+            from_peer=self.num_from_peer,
+            from_store=self.num_from_store,
+            miss=self.miss,
+        )
+
+    @cached.setter
+    def cached(self, cached: Cached) -> None:
+        """What another engine found of this prompt."""
+        self.num_cached, self.miss = cached.tokens, cached.miss
+        self.num_from_peer, self.num_from_store = cached.from_peer, cached.from_store
 
     def append(self, token_id: int) -> FinishReason | None:
         """Adds a generated token; returns why the sequence ends with it, or None."""

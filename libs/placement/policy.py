@@ -1,8 +1,12 @@
 """Where a prompt goes: longest prefix against load. Pure functions; the coordinator and a simulator run the same.
 
     decode   the worker with the lowest  requests + kv_weight * kv_use - hit_tokens / credit_tokens
-    prefill  the worker with the lowest  missing_tokens + queued_tokens
-             none where the decode worker lacks so little that it computes the rest itself
+    prefill  the worker with the lowest  missing_tokens + queued_tokens + fetch cost
+             none where the decode worker, with what it can fetch, lacks so little that it computes the rest itself
+
+Missing are the tokens that nobody holds: blocks of a peer or of the store are fetched, which is cheap and not free. So
+every worker is nearly as good for a prompt that is known, and load decides: affinity gives way where a worker is busy,
+and a hot prefix spreads over all of them.
 
 Workers whose costs differ by no more than `slack_tokens` are as good as equal, and the one chosen longest ago gets
 the prompt. Without that, the few tokens of a chat template that all prompts share would draw them all to the worker
@@ -12,12 +16,14 @@ that happened to serve the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from libs.placement.sources import pull_sources
 from libs.placement.view import Prompt, Worker
-from libs.wire.messages import Placement, Role
+from libs.wire.messages import Choice, Placement, Role
 
 
 class Policy(Protocol):
@@ -38,15 +44,21 @@ class LongestPrefix:
     slack_tokens: int = 64  # differences up to this are noise next to the cost of uneven load
     credit_tokens: int = 1024  # holding so much of a prefix outweighs one more request in the batch
     kv_weight: float = 16.0  # a full pool is as bad as this many more requests
+    peer_cost: float = 0.05  # of computing a token: fetching its KV from a peer
+    store_cost: float = 0.1  # the same from the store
+    num_alternatives: int = 3  # told with a placement
 
     def place(self, prompt: Prompt, workers: Sequence[Worker]) -> Placement | None:
-        decode, decode_cost = self._choose(prompt, workers, "decode", self.decode_cost)
-        if decode is None:
+        prompt = replace(prompt, peer_blocks=_best_run(prompt, workers))
+        decoders = self._ranked(prompt, workers, "decode", self.decode_cost)
+        if not decoders:
             return None
-        prefill, prefill_cost = self._choose(prompt, workers, "prefill", self.prefill_cost)
-        if prefill is None or self._computes_locally(prompt, decode):
-            return _local(prompt, decode, decode_cost, workers, no_prefill_worker=prefill is None)
-        return _remote(prompt, decode, prefill, prefill_cost, workers)
+        prefillers = self._ranked(prompt, workers, "prefill", self.prefill_cost)
+        decode = decoders[0][1]
+        if not prefillers or self._computes_locally(prompt, decode):
+            placement = _local(prompt, decode, workers, no_prefill_worker=not prefillers)
+            return self._scored(placement, decoders)
+        return self._scored(_remote(prompt, decode, prefillers[0][1], workers), prefillers)
 
     def decode_cost(self, prompt: Prompt, worker: Worker) -> float:
         """In requests: what the worker has, how full its pool would be, less what it already holds."""
@@ -54,31 +66,47 @@ class LongestPrefix:
         return worker.requests + self.kv_weight * worker.kv_use(prompt) - held
 
     def prefill_cost(self, prompt: Prompt, worker: Worker) -> float:
-        """In tokens: those to compute before this prompt's last one is."""
-        return float(worker.missing_tokens(prompt) + worker.queued_tokens)
+        """In tokens: those to compute before this prompt's last one is, and what fetching the others takes."""
+        fetch = self.peer_cost * worker.peer_tokens(prompt) + self.store_cost * worker.store_tokens(prompt)
+        return worker.missing_tokens(prompt) + worker.queued_tokens + fetch
 
     def _computes_locally(self, prompt: Prompt, decode: Worker) -> bool:
         missing = decode.missing_tokens(prompt)
         return missing <= self.local_prefill_tokens and missing * 2 < prompt.num_tokens
 
-    def _choose(
+    def _ranked(
         self,
         prompt: Prompt,
         workers: Sequence[Worker],
         role: Role,
         cost_of: Callable[[Prompt, Worker], float],
-    ) -> tuple[Worker | None, float]:
-        """The worker of `role` for the prompt, and its cost."""
+    ) -> list[tuple[float, Worker]]:
+        """Workers of `role` that may take the prompt, with their costs; the one for it first."""
         costs = [(cost_of(prompt, worker), worker) for worker in _candidates(prompt, workers, role)]
         if not costs:
-            return None, 0.0
+            return []
         unit = self.credit_tokens if role == "decode" else 1
         limit = min(cost for cost, _ in costs) + self.slack_tokens / unit
-        cost, worker = min(
-            (entry for entry in costs if entry[0] <= limit),
-            key=lambda entry: (entry[1].last_chosen, entry[0], entry[1].worker_id),
+
+        def order(entry: tuple[float, Worker]) -> tuple[bool, int, float, str]:
+            cost, worker = entry
+            is_good = cost <= limit  # as good as the best: then it is its turn that counts
+            return (not is_good, worker.last_chosen if is_good else 0, cost, worker.worker_id)
+
+        return sorted(costs, key=order)
+
+    def _scored(self, placement: Placement, ranked: list[tuple[float, Worker]]) -> Placement:
+        others = ranked[1 : 1 + self.num_alternatives]
+        return msgspec.structs.replace(
+            placement,
+            score=ranked[0][0],
+            alternatives=tuple(Choice(worker_id=worker.worker_id, score=cost) for cost, worker in others),
         )
-        return worker, cost
+
+
+def _best_run(prompt: Prompt, workers: Sequence[Worker]) -> int:
+    """Blocks of the prompt that the best of those holds who may be pulled from."""
+    return max((worker.hit_blocks for worker in workers if worker.worker_id not in prompt.exclude), default=0)
 
 
 def _candidates(prompt: Prompt, workers: Sequence[Worker], role: Role) -> list[Worker]:
@@ -89,34 +117,34 @@ def _candidates(prompt: Prompt, workers: Sequence[Worker], role: Role) -> list[W
 
 
 def _local(
-    prompt: Prompt, decode: Worker, cost: float, workers: Sequence[Worker], *, no_prefill_worker: bool
+    prompt: Prompt, decode: Worker, workers: Sequence[Worker], *, no_prefill_worker: bool
 ) -> Placement:
     missing = decode.missing_tokens(prompt)
-    why = "no prefill worker" if no_prefill_worker else "it holds the rest"
+    why = "no prefill worker" if no_prefill_worker else "the rest is held or fetched"
     return Placement(
         decode=decode.worker_id,
         prefill=None,
         decode_sources=pull_sources(prompt, decode, workers),
+        store_blocks=prompt.store_blocks,
         decode_hit_blocks=decode.hit_blocks,
         prefill_hit_blocks=0,
         reason=f"local: decode lacks {missing} of {prompt.num_tokens} tokens, {why}; {_decode_load(prompt, decode)}",
-        score=cost,
+        score=0.0,  # the caller ranks
     )
 
 
-def _remote(
-    prompt: Prompt, decode: Worker, prefill: Worker, cost: float, workers: Sequence[Worker]
-) -> Placement:
+def _remote(prompt: Prompt, decode: Worker, prefill: Worker, workers: Sequence[Worker]) -> Placement:
     missing = prefill.missing_tokens(prompt)
     return Placement(
         decode=decode.worker_id,
         prefill=prefill.worker_id,
         prefill_sources=pull_sources(prompt, prefill, workers),
+        store_blocks=prompt.store_blocks,
         decode_hit_blocks=decode.hit_blocks,
         prefill_hit_blocks=prefill.hit_blocks,
         reason=f"remote: prefill lacks {missing} of {prompt.num_tokens} tokens, {prefill.queued_tokens} queued; "
         + _decode_load(prompt, decode),
-        score=cost,
+        score=0.0,  # the caller ranks
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.placement.view import Prompt, Worker
+from libs.placement.view import MIN_GAIN_BLOCKS, Prompt, Worker
 from libs.wire.messages import Source
-
-MIN_GAIN_BLOCKS = 2  # a pull costs round trips; one block is as quickly computed
 
 
 def pull_sources(prompt: Prompt, chosen: Worker, workers: Sequence[Worker]) -> tuple[Source, ...]:

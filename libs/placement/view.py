@@ -6,13 +6,21 @@ from dataclasses import dataclass
 
 from libs.wire.messages import Role
 
+MIN_GAIN_BLOCKS = 2  # a pull costs round trips; one block is as quickly computed
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt to place. `exclude` names workers that just failed this very request."""
+    """The prompt to place. `exclude` names workers that just failed this very request.
+
+    `store_blocks` and `peer_blocks` are the prompt's leading blocks that the durable store, and the best of all
+    workers, hold: whoever is chosen can fetch them.
+    """
 
     num_tokens: int
     exclude: frozenset[str] = frozenset()
+    store_blocks: int = 0
+    peer_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,26 @@ class Worker:
     def hit_tokens(self) -> int:
         return self.hit_blocks * self.block_size
 
+    def peer_blocks(self, prompt: Prompt) -> int:
+        """Leading blocks that stand here when those of the best peer have been pulled, if that is worth it."""
+        gain = prompt.peer_blocks - self.hit_blocks
+        return prompt.peer_blocks if gain >= MIN_GAIN_BLOCKS else self.hit_blocks
+
     def missing_tokens(self, prompt: Prompt) -> int:
-        """Prompt tokens to compute here. At least one: the last token's logits are never cached."""
-        return max(1, prompt.num_tokens - self.hit_tokens)
+        """Prompt tokens to compute here, when all that is held elsewhere has been fetched.
+
+        At least one: the last token's logits are never cached.
+        """
+        held = max(self.peer_blocks(prompt), prompt.store_blocks)
+        return max(1, prompt.num_tokens - held * self.block_size)
+
+    def peer_tokens(self, prompt: Prompt) -> int:
+        """Prompt tokens to fetch from a peer."""
+        return (self.peer_blocks(prompt) - self.hit_blocks) * self.block_size
+
+    def store_tokens(self, prompt: Prompt) -> int:
+        """Prompt tokens to fetch from the store, after those that a peer has."""
+        return max(0, prompt.store_blocks - self.peer_blocks(prompt)) * self.block_size
 
     def kv_use(self, prompt: Prompt) -> float:
         """Share of the pool that live requests would occupy with this prompt among them; above 1 it must wait."""

@@ -34,6 +34,10 @@ _POSITIVE: Final = (
     "request_timeout_s",
     "default_max_tokens",
     "max_body_bytes",
+    "store_mib",
+    "store_ttl_s",
+    "store_tenant_share",
+    "store_rescan_s",
 )
 
 
@@ -75,6 +79,14 @@ class Settings:
     heartbeat_s: float = 0.5
     drain_timeout_s: float = 30.0
 
+    # the durable KV store
+    store: str = "auto"  # file:///path, s3://bucket/prefix, none; auto: a folder under the state dir
+    store_mib: int | None = None  # None: a tenth of the file system, up to 64 GiB; S3: 64 GiB
+    store_ttl_s: float | None = None  # unused for so long: deleted; None: only for want of room
+    store_tenant_share: float = 1.0  # of the store, what one tenant may fill
+    store_policy: Literal["lru", "s3fifo", "cost"] = "lru"  # what is deleted first
+    store_rescan_s: float = 60.0  # between listings, which tell what others have written and deleted
+
     # placement
     local_prefill_tokens: int = 64  # decode computes an uncached suffix up to this itself, if most was cached
 
@@ -90,6 +102,13 @@ class Settings:
     def run_dir(self) -> Path:
         """Sockets and process ids; emptied by a restart of the machine without loss."""
         return self.state_dir / "run"
+
+    @property
+    def store_url(self) -> str | None:
+        """Where blocks are kept; None: nowhere."""
+        if self.store == "none":
+            return None
+        return f"file://{self.state_dir / 'store'}" if self.store == "auto" else self.store
 
     @property
     def trace_dir(self) -> Path:
@@ -174,7 +193,9 @@ def _check(settings: Settings) -> None:
     for name in ("local_prefill_tokens", "drain_timeout_s"):
         if getattr(settings, name) < 0:
             raise ConfigError(f"{name}={getattr(settings, name)}: must be 0 or more")
-    for name in ("nats_url", "model", "host"):
+    if settings.store_tenant_share > 1:
+        raise ConfigError(f"store_tenant_share={settings.store_tenant_share}: must be at most 1")
+    for name in ("nats_url", "model", "host", "store"):
         if not getattr(settings, name).strip():
             raise ConfigError(f"{name}: must not be empty")
     if not 0 <= settings.port <= 65535:

@@ -55,6 +55,18 @@ class Source(Part, frozen=True, kw_only=True):
     num_blocks: int
 
 
+class Cached(Part, frozen=True, kw_only=True):
+    """Prompt tokens that were not computed: all of them, and how many of those came from elsewhere.
+
+    The rest was in the worker's own pool. `miss` says why less came than the placement promised, if so.
+    """
+
+    tokens: int
+    from_peer: int = 0
+    from_store: int = 0
+    miss: str = ""
+
+
 class PoolRef(Part, frozen=True, kw_only=True):
     """Where the bytes of a worker's KV pool can be reached, and which life of that worker is meant."""
 
@@ -86,7 +98,7 @@ class Load(Part, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- to decode and prefill workers
 
 
-class Generate(Message, frozen=True, kw_only=True, tag="generate/1"):
+class Generate(Message, frozen=True, kw_only=True, tag="generate/2"):
     """Gateway to decode worker: own this request from its first token to its end.
 
     With `remote_prefill` the worker waits for Offers of the prompt's blocks; without, it computes the
@@ -102,11 +114,12 @@ class Generate(Message, frozen=True, kw_only=True, tag="generate/1"):
     limits: Limits
     remote_prefill: bool
     sources: tuple[Source, ...] = ()
+    store_blocks: int = 0  # the store holds the prompt's first blocks, this many
     deadline_ns: int  # ns since 1970
     sent_ns: int
 
 
-class Prefill(Message, frozen=True, kw_only=True, tag="prefill/1"):
+class Prefill(Message, frozen=True, kw_only=True, tag="prefill/2"):
     """Gateway to prefill worker: compute the prompt, offer its blocks to `decode_worker`, sample one token."""
 
     request_id: str
@@ -118,6 +131,7 @@ class Prefill(Message, frozen=True, kw_only=True, tag="prefill/1"):
     limits: Limits
     decode_worker: str
     sources: tuple[Source, ...] = ()
+    store_blocks: int = 0  # the store holds the prompt's first blocks, this many
     deadline_ns: int
     sent_ns: int
 
@@ -148,11 +162,11 @@ class FirstToken(Part, frozen=True, kw_only=True):
     """What prefill sampled, with what decode must report: hits, and when computing ended (ns since 1970)."""
 
     token: Token
-    cached_tokens: int
+    cached: Cached
     computed_ns: int
 
 
-class Offer(Message, frozen=True, kw_only=True, tag="offer/1"):
+class Offer(Message, frozen=True, kw_only=True, tag="offer/2"):
     """Holder to puller: blocks `first_block ...` of the request's prompt are whole and pinned by `lease_id`.
 
         prompt   |0 ......................... num_tokens|........
@@ -218,7 +232,7 @@ class Released(Message, frozen=True, kw_only=True, tag="released/1"):
 class Delta(Part, frozen=True, kw_only=True, tag="delta", tag_field="kind"):
     """Tokens `seq`, `seq + 1`, ... of a request's answer, counted from 0.
 
-    With token 0 come `cached_tokens` (a gateway that ends the request at a stop string sees no Finished) and
+    With token 0 come `cached` (a gateway that ends the request at a stop string sees no Finished) and
     `sent_ns`, when the token left the worker (ns since 1970), for the trace.
     """
 
@@ -226,18 +240,18 @@ class Delta(Part, frozen=True, kw_only=True, tag="delta", tag_field="kind"):
     attempt: int
     seq: int
     tokens: tuple[Token, ...]
-    cached_tokens: int | None = None
+    cached: Cached | None = None
     sent_ns: int | None = None
 
 
 class Finished(Part, frozen=True, kw_only=True, tag="finished", tag_field="kind"):
-    """The request's end. `num_tokens` were emitted in all; `cached_tokens` of the prompt were not computed."""
+    """The request's end. `num_tokens` were emitted in all; `cached` of the prompt were not computed."""
 
     request_id: str
     attempt: int
     reason: FinishReason
     num_tokens: int
-    cached_tokens: int
+    cached: Cached
 
 
 class Failed(Part, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
@@ -250,7 +264,7 @@ class Failed(Part, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
     retryable: bool
 
 
-class StepOutput(Message, frozen=True, kw_only=True, tag="step-output/1"):
+class StepOutput(Message, frozen=True, kw_only=True, tag="step-output/2"):
     """Worker to gateway: all that one engine step produced for this gateway's requests, in one message."""
 
     worker_id: str
@@ -269,7 +283,14 @@ class Route(Message, frozen=True, kw_only=True, tag="route/1"):
     exclude: tuple[str, ...] = ()  # workers that just failed this request
 
 
-class Placement(Message, frozen=True, kw_only=True, tag="placement/1"):
+class Choice(Part, frozen=True, kw_only=True):
+    """A worker that a prompt could have gone to, and its cost in the unit of `Placement.score`."""
+
+    worker_id: str
+    score: float
+
+
+class Placement(Message, frozen=True, kw_only=True, tag="placement/2"):
     """Reply to Route. `prefill` is None when decode computes the prompt itself (short uncached suffix)."""
 
     decode: str
@@ -278,8 +299,11 @@ class Placement(Message, frozen=True, kw_only=True, tag="placement/1"):
     prefill_sources: tuple[Source, ...] = ()
     decode_hit_blocks: int
     prefill_hit_blocks: int
+    store_blocks: int = 0  # the store holds the first blocks, this many
+    miss: str = ""  # why the first block that nobody holds is missing; "": all are there
     reason: str  # one line for the trace: the rule that decided
     score: float
+    alternatives: tuple[Choice, ...] = ()  # the next best
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done/1"):

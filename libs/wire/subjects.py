@@ -10,6 +10,10 @@ from libs.wire.messages import Role
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 
 ROUTE: Final = "baton.route"  # coordinators, queue group
+STORE_OFFER: Final = "baton.store.offer"  # coordinators, queue group
+STORE_LOCATE: Final = "baton.store.locate"  # coordinators, queue group
+STORE_CHANGED: Final = "baton.store.changed"  # every coordinator
+EXPLAIN: Final = "baton.explain"  # coordinators, queue group
 DONE: Final = "baton.done"  # every coordinator
 HEARTBEATS: Final = "baton.heartbeat.*.*"
 BLOCK_EVENTS: Final = "baton.blocks.*"

@@ -1,31 +1,39 @@
-"""From an accepted request to the engine: pull what a peer knows of the prompt, then submit."""
+"""From an accepted request to the engine: fetch what others know of the prompt, then submit.
+
+    own pool, at once  -->  a peer's pool  -->  the store  -->  the engine computes what is left
+
+A fetch that fails is no failure: the engine computes more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence as Seq
 
 from opentelemetry.context import Context
 
 from libs.engine.sequence import Sequence
 from libs.service.logs import get_logger
 from libs.transfer.interface import TransferError
-from libs.wire.messages import Source
+from libs.wire.messages import Generate, Prefill
 from libs.worker.host import Host
 
 log = get_logger()
 
 
-async def pull_and_submit(host: Host, seq: Sequence, sources: Seq[Source], context: Context) -> int:
-    """Gives `seq` to the engine, its prefix pulled if a peer has more of it. Raises RequestRefused.
+def fetches(host: Host, request: Generate | Prefill) -> bool:
+    """Whether there is something to fetch before the engine begins."""
+    return bool(request.sources) or (host.loader is not None and request.store_blocks > 0)
 
-    A failed pull is no failure: the engine computes. When cancelled, `seq` holds nothing any more.
-    Returns when the wait for the engine began (ns since 1970).
+
+async def fetch_and_submit(host: Host, seq: Sequence, request: Generate | Prefill, context: Context) -> int:
+    """Gives `seq` to the engine, its prefix fetched where others have more of it. Raises RequestRefused.
+
+    When cancelled, `seq` holds nothing any more. Returns when the wait for the engine began (ns since 1970).
     """
     try:
-        if sources:
-            await _pull(host, seq, sources, context)
+        if fetches(host, request):
+            await _fetch(host, seq, request, context)
         host.engine.submit(seq)
         return time.time_ns()
     except asyncio.CancelledError:
@@ -33,15 +41,21 @@ async def pull_and_submit(host: Host, seq: Sequence, sources: Seq[Source], conte
         raise
 
 
-async def _pull(host: Host, seq: Sequence, sources: Seq[Source], context: Context) -> None:
-    start_ns, pulled, error = time.time_ns(), 0, ""
+async def _fetch(host: Host, seq: Sequence, request: Generate | Prefill, context: Context) -> None:
+    start_ns, error = time.time_ns(), ""
+    host.kv.admit(seq)
     try:
-        host.kv.admit(seq)
-        pulled = await host.puller.pull(seq, sources, context)
+        await host.puller.pull(seq, request.sources, context)
     except TransferError as failure:
-        error = failure.message
+        error = seq.miss = failure.message
         log.warning("pull failed, computing instead", engine_id=seq.request_id, error=error)
-    attributes: dict[str, str | int] = {"baton.pulled_tokens": pulled}
-    if error:
-        attributes["error.message"] = error
+        host.kv.admit(seq)
+    if host.loader is not None and request.store_blocks > len(seq.blocks):
+        await host.loader.load(seq, request.store_blocks, context)
+    attributes: dict[str, str | int] = {
+        "baton.pulled_tokens": seq.num_from_peer,
+        "baton.loaded_tokens": seq.num_from_store,
+    }
+    if seq.miss:
+        attributes["error.message"] = seq.miss
     host.telemetry.record("kv.pull", start_ns, time.time_ns(), context, attributes)

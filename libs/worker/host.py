@@ -27,6 +27,7 @@ from libs.service.config import Settings
 from libs.service.logs import get_logger
 from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
+from libs.store.interface import Store
 from libs.transfer.interface import PoolInfo
 from libs.transfer.links import Links
 from libs.transfer.shm import ShmExporter
@@ -35,13 +36,17 @@ from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.worker.blocks import BlockFeed, Pins
 from libs.worker.card import ModelCard
+from libs.worker.durable import Durable
+from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
+from libs.worker.store_loader import StoreLoader
 
 State = Literal["serving", "draining", "stopped"]
 EVENT_INTERVAL_S = 0.05
 REAP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
 STOP_TIMEOUT_S = 10.0  # for the step that runs
+STORE_FLUSH_S = 5.0  # for blocks that wait to be written
 log = get_logger()
 
 
@@ -91,6 +96,7 @@ class Host:
         card: ModelCard,
         pool: KvPool,
         runner: Runner,
+        store: Store | None = None,
     ) -> None:
         self.identity = identity
         self.settings = settings
@@ -105,6 +111,7 @@ class Host:
         self.room = asyncio.Lock()  # held while waiting for free blocks: first come, first served
         self.state: State = "serving"
         self._pool = pool
+        self._prefault = Prefault(pool)
         self._exporter = _exporter(identity, settings, card, pool)
         self.pool_ref = wire.PoolRef(
             worker_id=identity.worker_id,
@@ -121,6 +128,11 @@ class Host:
             timeout_s=settings.pull_timeout_s,
             lease_s=settings.lease_s,
         )
+        self._durable = (
+            None
+            if store is None
+            else Durable(identity.worker_id, store, card, self.kv, pool, bus, self.outbox)
+        )
         self._feed = BlockFeed(self.kv, identity.worker_id, identity.epoch)
         self._pins = Pins(self.kv, self.leases, self.pool_ref)
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,7 +140,14 @@ class Host:
 
     def _on_step(self, events: list[StepEvent]) -> None:
         assert self._worker is not None
+        if self._durable is not None:
+            self._durable.rate.step(events)
         self._worker.on_step(events)
+
+    @property
+    def loader(self) -> StoreLoader | None:
+        """None: this worker has no store."""
+        return None if self._durable is None else self._durable.loader
 
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains within `drain_timeout_s` and leaves nothing behind."""
@@ -194,6 +213,8 @@ class Host:
             "block events": self._publish_events(),
             "lease reaper": self._reap(worker),
         }
+        if self._durable is not None:
+            loops["store writer"] = self._durable.writer.run()
         self._tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
         log.info("serving", model=self.card.name, kv_blocks=self.kv.total, endpoint=self.pool_ref.endpoint)
 
@@ -215,10 +236,13 @@ class Host:
         if self._tasks:
             await self.engine.stop(STOP_TIMEOUT_S)
             self._heartbeat(worker)
+            if self._durable is not None:
+                await self._durable.close(STORE_FLUSH_S)
             await self.outbox.flush(timeout_s=2.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._prefault.close)
         await self.links.close()
         await self._exporter.close()
         self._pool.close()
@@ -259,6 +283,7 @@ class Host:
         subject = subjects.block_events(self.identity.worker_id)
         while True:
             await asyncio.sleep(EVENT_INTERVAL_S)
+            self._prefault.reach(self.kv.most_taken)
             for message in self._feed.take():
                 self.outbox.put(subject, message)
 
@@ -283,7 +308,11 @@ class Host:
             state=self.state,
             model=self.card.name,
             load=self._load(num_requests),
-            detail={"leases": self.leases.count, "layout": self.card.layout.fingerprint},
+            detail={
+                "leases": self.leases.count,
+                "layout": self.card.layout.fingerprint,
+                **(self._durable.detail() if self._durable is not None else {"store": "none"}),
+            },
         )
 
 

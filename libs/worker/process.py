@@ -20,6 +20,7 @@ from libs.wire.errors import BusError
 from libs.wire.messages import Role
 from libs.worker.capacity import kv_blocks
 from libs.worker.card import card_of
+from libs.worker.durable import open_durable_store
 from libs.worker.host import Host, Identity, Worker
 
 _SWITCH_S: Final = (
@@ -70,4 +71,5 @@ def _build(identity: Identity, settings: Settings, bus: Bus, telemetry: Telemetr
     card = card_of(checkpoint, settings, engine.numerics)
     pool = KvPool(card.layout, kv_blocks(card.layout, settings.kv_cache_mib))
     runner = build_runner(checkpoint, pool, settings, engine)
-    return Host(identity, settings, bus, telemetry, card, pool, runner)
+    store = open_durable_store(settings)
+    return Host(identity, settings, bus, telemetry, card, pool, runner, store)

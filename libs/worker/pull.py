@@ -104,5 +104,6 @@ class PrefixPuller:
                 self._outbox.put(subjects.release(pinned.pool.worker_id), Release(lease_id=pinned.lease_id))
         seq.num_computed += pulled
         seq.num_cached += pulled
+        seq.num_from_peer += pulled
         self._kv.commit(seq)
         return pulled

@@ -12,14 +12,19 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from libs.placement.index import BlockIndex
+from libs.placement.load import InFlight, Share
 from libs.placement.policy import Policy
 from libs.placement.view import Prompt, Worker
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
 from libs.service.logs import get_logger
+from libs.store.key import block_key
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import (
@@ -29,11 +34,21 @@ from libs.wire.messages import (
     Placement,
     Route,
     ServiceStatus,
+    Source,
     StatusRequest,
 )
+from libs.wire.store_messages import (
+    Explain,
+    Explained,
+    StoreChanged,
+    StoreLocate,
+    StoreLocated,
+    StoreOffer,
+    StoreWanted,
+)
 from services.cache.fleet import Change, Fleet
-from services.cache.index import BlockIndex
-from services.cache.load import InFlight, Share
+from services.cache.misses import Misses
+from services.cache.store_keeper import StoreKeeper
 from services.cache.sync import Pages, Synchroniser
 
 QUEUE_GROUP = "cache"
@@ -64,6 +79,9 @@ class Coordinator:
         policy: Policy,
         fetch: Pages,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        misses: Misses | None = None,
+        store: StoreKeeper | None = None,
     ) -> None:
         loss_s = max(2.0, 4 * settings.heartbeat_s)
         self.instance_id = instance_id
@@ -74,6 +92,8 @@ class Coordinator:
         self.sync = Synchroniser(self.index, fetch)
         self.counters = Counters()
         self.state = "starting"
+        self.misses = misses or Misses()
+        self.store = store
         self._policy = policy
         self._clock = clock
         self._last_tick_s = clock()
@@ -81,38 +101,50 @@ class Coordinator:
         self._started_ns = time.time_ns()
 
     async def serve(self, bus: Bus, stop: asyncio.Event) -> None:
-        """Serves until `stop`. Raises what ended its timer.
+        """Serves until `stop`. Raises what ended one of its tasks.
 
         Whoever owns the bus drains it next: routes that are already on their way here still get their answer.
         """
         timer = asyncio.create_task(self._run_timer(bus), name="coordinator timer")
+        keeper = asyncio.create_task(self._keep_store(), name="store keeper")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
             await self._listen(bus)
             await self._warm_up()
+            if self.store is not None:
+                await self.store.settle(SETTLE_TIMEOUT_S)
+                await self._listen_to_store(bus, self.store)
+            await bus.subscribe(subjects.EXPLAIN, (Explain,), self.on_explain, queue=QUEUE_GROUP)
             await bus.subscribe(subjects.ROUTE, (Route,), self.on_route, queue=QUEUE_GROUP)
             self.state = "serving"
             log.info("serving", workers=len(self.fleet), names=len(self.index))
-            await asyncio.wait([timer, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if timer.done():
-                timer.result()
+            await asyncio.wait([timer, keeper, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in (timer, keeper):
+                if task.done():
+                    task.result()
             self.state = "draining"
         finally:
-            timer.cancel()
-            stopped.cancel()
+            for each in (timer, keeper, stopped):
+                each.cancel()
             await self.sync.close()
-            await asyncio.gather(timer, stopped, return_exceptions=True)
+            await asyncio.gather(timer, keeper, stopped, return_exceptions=True)
 
     async def on_route(self, route: Route, incoming: Incoming | None = None) -> Placement:
         """Raises RequestRefused(NO_WORKER) when no decode worker may take the prompt."""
         self.counters.routes += 1
         started_s = self._clock()
-        prompt = Prompt(num_tokens=route.num_tokens, exclude=frozenset(route.exclude))
-        workers = self._view(route)
+        runs = self.index.runs(route.names)
+        in_store = self.store.run_of(route.names) if self.store is not None else 0
+        if self.store is not None and in_store:
+            self.store.use(route.names[:in_store])
+        prompt = Prompt(route.num_tokens, frozenset(route.exclude), in_store)
+        workers = self._view(runs)
         placement = self._policy.place(prompt, workers)
         if placement is None:
             self.counters.refused += 1
             raise self._no_worker(route, workers)
+        miss = self._miss(route.names, max([in_store, *runs.values()]))
+        placement = msgspec.structs.replace(placement, miss=miss)
         self.in_flight.dispatch(route.request_id, _shares(prompt, placement, workers), self._clock())
         log.debug(
             "placed",
@@ -125,11 +157,24 @@ class Coordinator:
         )
         return placement
 
+    async def on_explain(self, request: Explain, incoming: Incoming | None = None) -> Explained:
+        runs = self.index.runs(request.names)
+        in_store = self.store.run_of(request.names) if self.store is not None else 0
+        return Explained(
+            workers=tuple(
+                Source(worker_id=worker_id, num_blocks=count) for worker_id, count in sorted(runs.items())
+            ),
+            store_blocks=in_store,
+            miss=self._miss(request.names, max([in_store, *runs.values()])),
+        )
+
     async def on_done(self, done: Done, incoming: Incoming | None = None) -> None:
         self.in_flight.end(done.request_id, self._clock())
 
     async def on_events(self, events: BlockEvents, incoming: Incoming | None = None) -> None:
         self.sync.receive(events)
+        gone = (block_key(event.name) for event in events.events if not event.stored)
+        self.misses.note(gone, "evicted")
 
     async def on_heartbeat(self, heartbeat: Heartbeat, incoming: Incoming | None = None) -> None:
         worker_id = heartbeat.worker_id
@@ -189,6 +234,27 @@ class Coordinator:
         )
         await bus.subscribe(subjects.HEARTBEATS, (Heartbeat,), self.on_heartbeat)
 
+    async def _listen_to_store(self, bus: Bus, store: StoreKeeper) -> None:
+        async def offer(message: StoreOffer, incoming: Incoming) -> StoreWanted:
+            return store.offer(message)
+
+        async def locate(message: StoreLocate, incoming: Incoming) -> StoreLocated:
+            return store.locate(message)
+
+        async def changed(message: StoreChanged, incoming: Incoming) -> None:
+            if message.sender != self.instance_id:
+                store.changed(message)
+
+        await bus.subscribe(subjects.STORE_CHANGED, (StoreChanged,), changed)
+        await bus.subscribe(subjects.STORE_OFFER, (StoreOffer,), offer, queue=QUEUE_GROUP)
+        await bus.subscribe(subjects.STORE_LOCATE, (StoreLocate,), locate, queue=QUEUE_GROUP)
+
+    async def _keep_store(self) -> None:
+        if self.store is None:
+            await asyncio.Event().wait()  # nothing to keep, and nothing that could end
+        else:
+            await self.store.run()
+
     async def _warm_up(self) -> None:
         """Hears every worker once and reads what it holds, before it takes routes: gateways do without so long.
 
@@ -202,8 +268,11 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             self.tick(connected=bus.is_connected)
 
-    def _view(self, route: Route) -> list[Worker]:
-        runs = self.index.runs(route.names)
+    def _miss(self, names: Sequence[bytes], held: int) -> str:
+        """Why the first block that nobody holds is missing."""
+        return self.misses.why(names[held]) if held < len(names) else ""
+
+    def _view(self, runs: Mapping[str, int]) -> list[Worker]:
         return [
             self._worker(heartbeat, runs.get(heartbeat.worker_id, 0)) for heartbeat in self.fleet.usable()
         ]
@@ -253,6 +322,7 @@ class Coordinator:
             "event_gaps": self.sync.num_gaps,
             "dumps": self.sync.num_dumps,
         }
+        detail |= self.store.detail() if self.store is not None else {"store": "none"}
         if strays := self.fleet.strays():
             detail["mismatch"] = _name_strays(strays)
         return detail
@@ -265,7 +335,8 @@ def _shares(prompt: Prompt, placement: Placement, workers: list[Worker]) -> dict
     blocks = decode.blocks_for(prompt)
     sources = placement.decode_sources if placement.prefill is None else placement.prefill_sources
     computing = decode if placement.prefill is None else by_id[placement.prefill]
-    held_blocks = max([computing.hit_blocks, *(source.num_blocks for source in sources)])
+    fetched = [placement.store_blocks, *(source.num_blocks for source in sources)]
+    held_blocks = max([computing.hit_blocks, *fetched])
     tokens = max(1, prompt.num_tokens - held_blocks * computing.block_size)
     shares = {decode.worker_id: Share(tokens=0, blocks=blocks)}
     shares[computing.worker_id] = Share(tokens=tokens, blocks=blocks)

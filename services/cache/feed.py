@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 
+from libs.placement.index import BlockIndex
 from libs.wire.messages import BlockEvent, BlockEvents, Dump
-from services.cache.index import BlockIndex
 
 MAX_KEPT_EVENTS = (
     200_000  # while a dump is under way; beyond, they are let go and the next event shows the gap

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from libs.placement.index import BlockIndex
 from libs.service.bus import Bus
 from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import BatonError, DecodeError
 from libs.wire.messages import BlockEvents, Dump, DumpRequest
 from services.cache.feed import Feed
-from services.cache.index import BlockIndex
 
 DUMP_TIMEOUT_S = 2.0  # one page
 MAX_DUMPS_AT_ONCE = 8

@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     from services.cli.bench import add_bench
+    from services.cli.cache import add_cache
     from services.cli.options import ALL_FIELDS, add_settings
 
     parser = argparse.ArgumentParser(
@@ -88,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
         one = commands.add_parser(service, help=f"run one {service} process in the foreground")
         add_settings(one, ALL_FIELDS)
         one.set_defaults(run=_service)
+        if service == "cache":
+            add_cache(one)
 
     status = commands.add_parser("status", help="what runs, and how busy it is")
     trace = commands.add_parser("trace", help="where the time of one request went")

@@ -16,7 +16,7 @@ ALL_FIELDS = tuple(field.name for field in fields(Settings))
 _ALIASES: Mapping[str, tuple[str, ...]] = {"nats_url": ("--nats",)}
 _METAVARS: Mapping[str, str] = {
     "nats_url": "URL", "state_dir": "DIR", "cache_dir": "DIR", "instance_id": "ID", "otlp_endpoint": "URL",
-    "model": "PATH_OR_NAME", "served_name": "NAME", "host": "HOST", "port": "PORT",
+    "store": "URL", "model": "PATH_OR_NAME", "served_name": "NAME", "host": "HOST", "port": "PORT",
 }  # fmt: skip
 _HELP: Mapping[str, str] = {
     "nats_url": "NATS server to use; `baton up` starts an own one when none is named",
@@ -41,6 +41,12 @@ _HELP: Mapping[str, str] = {
     "pull_timeout_s": "how long pulling blocks may take",
     "heartbeat_s": "between two signs of life of a worker",
     "drain_timeout_s": "how long running requests may take to end when a service stops",
+    "store": "where blocks outlive processes: file:///path, s3://bucket/prefix or none (auto: in the state directory)",
+    "store_mib": "capacity of the store (default: a tenth of the disk, at most 64 GiB)",
+    "store_ttl_s": "blocks that nobody used for so long are deleted (default: only for want of room)",
+    "store_tenant_share": "of the store, the most that one tenant may fill",
+    "store_policy": "what is deleted first when the store is full",
+    "store_rescan_s": "between two listings of the store",
     "local_prefill_tokens": "decode computes an uncached suffix up to this itself",
     "host": "address the gateway listens on",
     "port": "port the gateway listens on; 0: any free one",

@@ -58,6 +58,8 @@ class Spans:
             attributes: Attributes = {
                 "baton.prompt_tokens": seq.num_prompt_tokens,
                 "baton.cached_tokens": seq.num_cached,
+                "baton.cached_from_peer": seq.num_from_peer,
+                "baton.cached_from_store": seq.num_from_store,
             }
             self._record("prefill.compute", self._computing_since_ns, ended_ns, attributes)
             self._record("decode.first_step", ended_ns, ended_ns, {})

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from libs.service.outbox import Outbox
 from libs.wire import subjects
 from libs.wire.errors import Code
-from libs.wire.messages import Delta, Failed, Finished, FinishReason, StepOutput, Token
+from libs.wire.messages import Cached, Delta, Failed, Finished, FinishReason, StepOutput, Token
 
 
 @dataclass(slots=True)
@@ -34,26 +34,26 @@ class Streams:
         self._worker_id = worker_id
         self._pending: defaultdict[str, list[Delta | Finished | Failed]] = defaultdict(list)
 
-    def tokens(self, stream: Stream, tokens: tuple[Token, ...], cached_tokens: int) -> None:
+    def tokens(self, stream: Stream, tokens: tuple[Token, ...], cached: Cached) -> None:
         is_first = stream.num_sent == 0
         delta = Delta(
             request_id=stream.request_id,
             attempt=stream.attempt,
             seq=stream.num_sent,
             tokens=tokens,
-            cached_tokens=cached_tokens if is_first else None,
+            cached=cached if is_first else None,
             sent_ns=time.time_ns() if is_first else None,
         )
         stream.num_sent += len(tokens)
         self._pending[stream.gateway_id].append(delta)
 
-    def finish(self, stream: Stream, reason: FinishReason, cached_tokens: int) -> None:
+    def finish(self, stream: Stream, reason: FinishReason, cached: Cached) -> None:
         end = Finished(
             request_id=stream.request_id,
             attempt=stream.attempt,
             reason=reason,
             num_tokens=stream.num_sent,
-            cached_tokens=cached_tokens,
+            cached=cached,
         )
         self._end(stream, end)
 

@@ -19,7 +19,7 @@ from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import Accepted, FinishReason, Generate, Offer, OfferFailed, Release
-from libs.worker.admit import pull_and_submit
+from libs.worker.admit import fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
 from services.decode.handoff import HandoffFailed, Intake, TakenOver
@@ -90,6 +90,7 @@ class DecodeWorker:
             sampling=request.sampling,
             limits=request.limits,
             deadline_ns=request.deadline_ns,
+            tenant=request.tenant,
         )
         stream = Stream(request.request_id, request.attempt, request.gateway_id, context)
         return Job(request, context, seq, stream, Spans(self._host.telemetry, context, request))
@@ -115,10 +116,10 @@ class DecodeWorker:
 
     def _begin(self, job: Job, taken: TakenOver) -> None:
         first, now_ns = taken.first, time.time_ns()
-        job.seq.num_cached = first.cached_tokens
+        job.seq.cached = first.cached
         job.spans.handed_off(first.computed_ns, now_ns, taken.pulled_tokens)
         reason = job.seq.append(first.token.id)
-        self._streams.tokens(job.stream, (first.token,), first.cached_tokens)
+        self._streams.tokens(job.stream, (first.token,), first.cached)
         if reason is None:
             self._submit_to_engine(job)
         else:  # prefill's token was the last one: not a single decode step
@@ -136,12 +137,12 @@ class DecodeWorker:
 
     async def _compute(self, job: Job) -> None:
         """No prefill worker, or a failed handoff: the prompt is computed here, from whatever is known of it."""
-        sources = job.request.sources
-        if sources:
+        is_fetched = fetches(self._host, job.request)
+        if is_fetched:
             job.spans.waited(time.time_ns())
         try:
-            resumed_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
-            if sources:
+            resumed_ns = await fetch_and_submit(self._host, job.seq, job.request, job.context)
+            if is_fetched:
                 job.spans.waits_from(resumed_ns)
         except RequestRefused as error:
             self._fail(job, error.code, error.message, retryable=error.retryable)
@@ -157,7 +158,7 @@ class DecodeWorker:
     def _advance(self, job: Job, event: StepEvent) -> None:
         job.spans.step(event.started_ns, event.ended_ns, job.seq, drew=bool(event.tokens))
         if event.tokens:
-            self._streams.tokens(job.stream, event.tokens, job.seq.num_cached)
+            self._streams.tokens(job.stream, event.tokens, job.seq.cached)
         if event.error is not None:
             error = event.error
             self._fail(job, error.code, error.message, retryable=error.retryable)
@@ -165,7 +166,7 @@ class DecodeWorker:
             self._finish(job, event.reason, event.ended_ns)
 
     def _finish(self, job: Job, reason: FinishReason, now_ns: int) -> None:
-        self._streams.finish(job.stream, reason, job.seq.num_cached)
+        self._streams.finish(job.stream, reason, job.seq.cached)
         job.spans.end(now_ns, job.stream.num_sent, reason)
         self._jobs.pop(job.seq.request_id, None)
 

@@ -16,7 +16,9 @@ from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 from pydantic import ValidationError
 
 from libs.service.logs import get_logger
+from libs.service.tenant import tenant_of
 from libs.wire.errors import BatonError, Code
+from libs.wire.messages import Cached
 from services.gateway.admission import Admission
 from services.gateway.api import chat, completions
 from services.gateway.api.errors import ApiError, from_failure, from_validation, model_not_found, unexpected
@@ -95,7 +97,7 @@ class Answering:
                 raise model_not_found(order.model)
             prompt, since_ns = await self._preparer.tokenize(order, exchange.arrived_ns, exchange.context)
             exchange.tokenized(len(prompt))
-            job = self._job(exchange, order, prompt)
+            job = self._job(exchange, order, prompt, tenant_of(request.headers))
             writer = endpoint.writer(self._heading(exchange, order), order.sampling.logprobs is not None)
             echo = Piece(order.echo(self._parts.text)) if order.echo is not None else Piece("")
             if job.limits.max_tokens == 0:
@@ -117,9 +119,10 @@ class Answering:
         except ValidationError as error:
             raise from_validation(error) from None
 
-    def _job(self, exchange: Exchange, order: Order, prompt: tuple[int, ...]) -> Job:
+    def _job(self, exchange: Exchange, order: Order, prompt: tuple[int, ...], tenant: str) -> Job:
         return Job(
             request_id=exchange.request_id,
+            tenant=tenant,
             prompt=prompt,
             sampling=order.sampling,
             limits=self._preparer.limits(order, len(prompt), self._served.context_length()),
@@ -210,7 +213,7 @@ async def _nothing_generated(
 ) -> web.StreamResponse:
     """max_tokens 0: no worker is needed."""
     outcome = Outcome(
-        finish_reason="length", prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0
+        finish_reason="length", prompt_tokens=prompt_tokens, completion_tokens=0, cached=Cached(tokens=0)
     )
     if not order.stream:
         return _json(writer.whole([echo], outcome))

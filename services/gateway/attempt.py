@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from opentelemetry.context import Context
 
 from libs.service.logs import get_logger
@@ -22,11 +23,11 @@ from libs.wire.errors import (
     NoResponder,
     RequestRefused,
 )
-from libs.wire.messages import Accepted, Generate, OfferFailed, Prefill
+from libs.wire.messages import Accepted, Cached, Generate, OfferFailed, Prefill
 from services.gateway.dispatch import Inbox
 from services.gateway.job import Job
 from services.gateway.parts import Parts
-from services.gateway.placing import TENANT, Destination, Target
+from services.gateway.placing import NOTHING_CACHED, Destination, Target
 
 SUBMIT_TIMEOUT_S: Final = 2.0
 log = get_logger()
@@ -41,7 +42,7 @@ class Attempt:
     number: int
     inbox: Inbox
     context: Context
-    expected_hits: int = 0  # prompt tokens that the coordinator believes are cached
+    expected: Cached = NOTHING_CACHED  # what the coordinator believes is cached
     _holders: list[str | None] = field(default_factory=list)  # who may hold it; None: nobody knows which
 
     def held_by(self) -> list[str]:
@@ -57,8 +58,9 @@ class Attempt:
         sent_ns: int | None = None
         try:
             target = await self.parts.placer.place(self.job, exclude, self.context)
-            self.expected_hits = min(target.hit_tokens, len(self.job.prompt) - 1)
-            attributes |= {"baton.placement.reason": target.reason, "baton.placement.score": target.score}
+            hits = min(target.expected.tokens, len(self.job.prompt) - 1)
+            self.expected = msgspec.structs.replace(target.expected, tokens=hits)
+            attributes |= _placement(target)
             self.inbox.expect(
                 self.number, target.decode.worker_id, target.prefill.worker_id if target.prefill else None
             )
@@ -81,12 +83,13 @@ class Attempt:
             request_id=job.request_id,
             attempt=self.number,
             gateway_id=self.parts.gateway_id,
-            tenant=TENANT,
+            tenant=job.tenant,
             prompt=job.prompt,
             sampling=job.sampling,
             limits=job.limits,
             remote_prefill=target.prefill is not None,
             sources=target.decode_sources,
+            store_blocks=target.store_blocks,
             deadline_ns=job.deadline_ns,
             sent_ns=sent_ns,
         )
@@ -108,12 +111,13 @@ class Attempt:
             request_id=job.request_id,
             attempt=self.number,
             gateway_id=self.parts.gateway_id,
-            tenant=TENANT,
+            tenant=job.tenant,
             prompt=job.prompt,
             sampling=job.sampling,
             limits=job.limits,
             decode_worker=decode,
             sources=target.prefill_sources,
+            store_blocks=target.store_blocks,
             deadline_ns=job.deadline_ns,
             sent_ns=sent_ns,
         )
@@ -145,6 +149,18 @@ class Attempt:
             raise _lost(destination, error) from None
         self._holders[-1] = accepted.worker_id
         return accepted.worker_id
+
+
+def _placement(target: Target) -> dict[str, str | int | float]:
+    """For the trace: where to, at what cost, what else there was."""
+    others = ", ".join(f"{other.worker_id} {other.score:.1f}" for other in target.alternatives)
+    return {
+        "baton.placement.reason": target.reason,
+        "baton.placement.score": target.score,
+        "baton.placement.alternatives": others,
+        "baton.placement.cached_tokens": target.expected.tokens,
+        "baton.placement.miss": target.expected.miss,
+    }
 
 
 def _lost(destination: Destination, error: BusError) -> RequestRefused:

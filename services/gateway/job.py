@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.text.model import TextModel
-from libs.wire.messages import FinishReason, Limits, Sampling
+from libs.wire.messages import Cached, FinishReason, Limits, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Job:
     """What the workers will be asked for. Times are ns since 1970."""
 
     request_id: str
+    tenant: str
     prompt: tuple[int, ...]
     sampling: Sampling
     limits: Limits
@@ -43,9 +44,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an answer ended, and what it took. `cached_tokens` of the prompt were not computed."""
+    """How an answer ended, and what it took. `cached` of the prompt were not computed."""
 
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached: Cached

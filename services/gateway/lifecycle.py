@@ -12,12 +12,24 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import msgspec
 from opentelemetry.context import Context
 
 from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import BatonError, Code, RequestRefused
-from libs.wire.messages import Abort, Delta, Done, Failed, Finished, FinishReason, Message, OfferFailed, Token
+from libs.wire.messages import (
+    Abort,
+    Cached,
+    Delta,
+    Done,
+    Failed,
+    Finished,
+    FinishReason,
+    Message,
+    OfferFailed,
+    Token,
+)
 from services.gateway.attempt import Attempt
 from services.gateway.dispatch import Item, WorkerLost
 from services.gateway.job import Job, Outcome
@@ -44,7 +56,7 @@ class Life:
         self._attempt: Attempt | None = None
         self._failure: BatonError | None = None  # to be raised by the next read
         self._finished: Finished | None = None
-        self._cached_tokens: int | None = None
+        self._cached: Cached | None = None
         self._last_token_ns = 0
         self._sent_ns: int | None = None  # when the first token left its worker
         self._routed = False
@@ -156,8 +168,8 @@ class Life:
                 case Delta():
                     tokens.extend(item.tokens)
                     self._last_token_ns = time.time_ns()
-                    if item.cached_tokens is not None:
-                        self._cached_tokens = item.cached_tokens
+                    if item.cached is not None:
+                        self._cached = item.cached
                     if item.sent_ns is not None:
                         self._sent_ns = item.sent_ns
                 case Finished():
@@ -226,16 +238,17 @@ class Life:
             finish_reason=reason,
             prompt_tokens=len(self._job.prompt),
             completion_tokens=self._transcript.num_tokens,
-            cached_tokens=self._cached(),
+            cached=self._cached_part(),
         )
 
-    def _cached(self) -> int:
-        """The worker's word; a coordinator's guess only where a stop string came before any."""
-        if self._finished is not None:
-            return self._finished.cached_tokens
-        if self._cached_tokens is not None:
-            return self._cached_tokens
-        return self._attempt.expected_hits if self._attempt is not None else 0
+    def _cached_part(self) -> Cached:
+        """The worker's word; a coordinator's guess only where a stop string came before any. A miss is the
+        coordinator's to explain, unless the worker got less than was promised."""
+        expected = self._attempt.expected if self._attempt is not None else Cached(tokens=0)
+        told = self._finished.cached if self._finished is not None else self._cached
+        if told is None:
+            return expected
+        return told if told.miss else msgspec.structs.replace(told, miss=expected.miss)
 
     def _send(self, subject: str, message: Message) -> None:
         self._parts.outbox.put(subject, message, self._context)

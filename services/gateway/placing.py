@@ -12,13 +12,13 @@ from libs.engine.kv.names import block_names, root_name
 from libs.service.bus import Bus
 from libs.wire import subjects
 from libs.wire.errors import BatonError, Code, RequestRefused
-from libs.wire.messages import Heartbeat, Placement, Role, Route, Source
+from libs.wire.messages import Cached, Choice, Heartbeat, Placement, Role, Route, Source
 from services.gateway.fleet import Fleet
 from services.gateway.job import Job
 from services.gateway.offload import Offload
 
 ROUTE_TIMEOUT_S: Final = 0.25
-TENANT: Final = "default"
+NOTHING_CACHED: Final = Cached(tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,11 @@ class Target:
     prefill: Destination | None
     decode_sources: tuple[Source, ...] = ()
     prefill_sources: tuple[Source, ...] = ()
-    hit_tokens: int = 0  # as the coordinator believes
+    store_blocks: int = 0
+    expected: Cached = NOTHING_CACHED  # as the coordinator believes
     reason: str = ""
     score: float = 0.0
+    alternatives: tuple[Choice, ...] = ()
 
 
 class Placer:
@@ -76,7 +78,7 @@ class Placer:
         return self._target(placement, exclude, reference.block_size)
 
     async def _names(self, job: Job, reference: Heartbeat) -> tuple[bytes, ...]:
-        root = root_name(self._fingerprint, reference.layout, TENANT)
+        root = root_name(self._fingerprint, reference.layout, job.tenant)
         return await self._offload.run(
             lambda: block_names(root, job.prompt, reference.block_size), weight=len(job.prompt)
         )
@@ -96,22 +98,32 @@ class Placer:
         prefill = placement.prefill
         if prefill is not None and not self._may_use(prefill, exclude):
             prefill = None
-        hits = placement.decode_hit_blocks if prefill is None else placement.prefill_hit_blocks
+        hits, sources = placement.decode_hit_blocks, placement.decode_sources
+        if prefill is not None:
+            hits, sources = placement.prefill_hit_blocks, placement.prefill_sources
+        hits = max([hits, placement.store_blocks, *(source.num_blocks for source in sources)])
         return Target(
             decode=_direct("decode", placement.decode),
             prefill=_direct("prefill", prefill) if prefill is not None else None,
             decode_sources=placement.decode_sources,
             prefill_sources=placement.prefill_sources,
-            hit_tokens=hits * block_size,
+            store_blocks=placement.store_blocks,
+            expected=Cached(tokens=hits * block_size, miss=placement.miss),
             reason=placement.reason,
             score=placement.score,
+            alternatives=placement.alternatives,
         )
 
     def _fallback(self, exclude: frozenset[str], reason: str) -> Target:
         decode = self._any("decode", exclude)
         if decode is None:
             raise no_worker()
-        return Target(decode=decode, prefill=self._any("prefill", exclude), reason=f"queue group: {reason}")
+        return Target(
+            decode=decode,
+            prefill=self._any("prefill", exclude),
+            reason=f"queue group: {reason}",
+            expected=Cached(tokens=0, miss="no placement"),
+        )
 
     def _any(self, role: Role, exclude: frozenset[str]) -> Destination | None:
         """A queue group cannot leave workers out: with some to avoid, the least loaded of the rest is named."""

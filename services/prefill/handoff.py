@@ -46,7 +46,7 @@ class Offers:
 
     def final(self, handoff: Handoff, seq: Sequence, token: Token, computed_ns: int) -> Offer:
         """All the rest of the prompt, and the first token."""
-        first = FirstToken(token=token, cached_tokens=seq.num_cached, computed_ns=computed_ns)
+        first = FirstToken(token=token, cached=seq.cached, computed_ns=computed_ns)
         end = self._layout.blocks_for(seq.num_prompt_tokens)
         return self._offer(handoff, seq, end, seq.num_prompt_tokens, first)
 

@@ -18,7 +18,7 @@ from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import Accepted, Offer, OfferFailed, Prefill
-from libs.worker.admit import pull_and_submit
+from libs.worker.admit import fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
 from services.prefill.handoff import Handoff, Offers
@@ -85,17 +85,18 @@ class PrefillWorker:
             sampling=request.sampling,
             limits=msgspec.structs.replace(request.limits, max_tokens=1),
             deadline_ns=request.deadline_ns,
+            tenant=request.tenant,
         )
         return Job(request, context, seq, Handoff(request.request_id, request.attempt), request.sent_ns)
 
     async def _admit(self, job: Job) -> None:
-        """Pulling interrupts the wait; the engine ends it."""
-        if job.request.sources:
+        """Fetching interrupts the wait; the engine ends it."""
+        is_fetched = fetches(self._host, job.request)
+        if is_fetched:
             self._waited(job, time.time_ns())
         try:
-            sources = job.request.sources
-            resumed_ns = await pull_and_submit(self._host, job.seq, sources, job.context)
-            if sources:
+            resumed_ns = await fetch_and_submit(self._host, job.seq, job.request, job.context)
+            if is_fetched:
                 job.waiting_since_ns = resumed_ns
         except RequestRefused as error:
             self._fail(job, error.code, error.message)
@@ -130,6 +131,8 @@ class PrefillWorker:
         attributes = {
             "baton.prompt_tokens": job.seq.num_prompt_tokens,
             "baton.cached_tokens": job.seq.num_cached,
+            "baton.cached_from_peer": job.seq.num_from_peer,
+            "baton.cached_from_store": job.seq.num_from_store,
         }
         start_ns = job.started_ns
         self._host.telemetry.record("prefill.compute", start_ns, ended_ns, job.context, attributes)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libs.wire import messages
+from libs.wire import messages, store_messages
 from libs.wire.codec import decode, encode
 from libs.wire.messages import Message
 from tests.contract.wire_examples import EXAMPLES
@@ -21,7 +21,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = sorted(
     (
         kind
-        for kind in vars(messages).values()
+        for kind in {**vars(messages), **vars(store_messages)}.values()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     ),
     key=lambda kind: kind.__name__,

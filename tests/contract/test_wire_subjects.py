@@ -23,7 +23,8 @@ def test_bad_ids(id: str) -> None:
 def test_no_two_subjects_overlap() -> None:
     """Also with ids that look like parts of other subjects."""
     ids = ("submit", "abort", "offer", "prefill", "decode", "worker", "status", "route", "done")
-    made = [subjects.ROUTE, subjects.DONE, subjects.ABORT_ALL, subjects.STATUS]
+    made = [subjects.ROUTE, subjects.DONE, subjects.ABORT_ALL, subjects.STATUS, subjects.EXPLAIN]
+    made += [subjects.STORE_OFFER, subjects.STORE_LOCATE, subjects.STORE_CHANGED]
     made += [subjects.submit_any("prefill"), subjects.submit_any("decode")]
     for id in ids:
         made += [subjects.submit("prefill", id), subjects.submit("decode", id), subjects.outputs(id)]

@@ -7,6 +7,8 @@ from libs.wire.messages import (
     Accepted,
     BlockEvent,
     BlockEvents,
+    Cached,
+    Choice,
     Delta,
     Done,
     Dump,
@@ -37,6 +39,18 @@ from libs.wire.messages import (
     StepOutput,
     Token,
 )
+from libs.wire.store_messages import (
+    Explain,
+    Explained,
+    StoreAdded,
+    StoreChanged,
+    StoreLocate,
+    StoreLocated,
+    StoreOffer,
+    StoreRemoved,
+    StoreRun,
+    StoreWanted,
+)
 
 _NAMES = bytes(range(32)), bytes(range(32, 64))
 _SAMPLING = Sampling(
@@ -59,6 +73,7 @@ _POOL = PoolRef(
     layout="f16x30",
 )
 _TOKEN = Token(id=10813, logprob=-0.25, top=((10813, -0.25), (242, -1.5)))
+_CACHED = Cached(tokens=32, from_peer=8, from_store=16, miss="damaged")
 _LOAD = Load(waiting=1, running=2, blocks_free=30, blocks_cached=20, blocks_total=64, queue_limit=256)
 
 EXAMPLES: tuple[Message, ...] = (
@@ -72,6 +87,7 @@ EXAMPLES: tuple[Message, ...] = (
         limits=_LIMITS,
         remote_prefill=True,
         sources=_SOURCES,
+        store_blocks=2,
         deadline_ns=1_796_000_600_000_000_000,
         sent_ns=1_796_000_000_000_000_000,
     ),
@@ -85,6 +101,7 @@ EXAMPLES: tuple[Message, ...] = (
         limits=_LIMITS,
         decode_worker="decode-1",
         sources=_SOURCES,
+        store_blocks=2,
         deadline_ns=1_796_000_600_000_000_000,
         sent_ns=1_796_000_000_000_000_000,
     ),
@@ -99,7 +116,7 @@ EXAMPLES: tuple[Message, ...] = (
         first_block=2,
         block_ids=(17, 4, 5),
         num_tokens=72,
-        first=FirstToken(token=_TOKEN, cached_tokens=32, computed_ns=1_796_000_000_100_000_000),
+        first=FirstToken(token=_TOKEN, cached=_CACHED, computed_ns=1_796_000_000_100_000_000),
     ),
     OfferFailed(request_id="chatcmpl-1", attempt=1, code="kv_unavailable", message="evicted"),
     Pin(names=_NAMES, layout="f16x30", lease_s=30.0),
@@ -114,10 +131,10 @@ EXAMPLES: tuple[Message, ...] = (
                 attempt=1,
                 seq=5,
                 tokens=(_TOKEN, Token(id=218)),
-                cached_tokens=16,
+                cached=_CACHED,
                 sent_ns=1796000000000000000,
             ),
-            Finished(request_id="chatcmpl-2", attempt=1, reason="length", num_tokens=64, cached_tokens=16),
+            Finished(request_id="chatcmpl-2", attempt=1, reason="length", num_tokens=64, cached=_CACHED),
             Failed(request_id="chatcmpl-3", attempt=2, code="worker_lost", message="gone", retryable=True),
         ),
     ),
@@ -129,10 +146,25 @@ EXAMPLES: tuple[Message, ...] = (
         prefill_sources=_SOURCES,
         decode_hit_blocks=1,
         prefill_hit_blocks=2,
+        store_blocks=3,
+        miss="evicted",
         reason="longest prefix",
         score=2.5,
+        alternatives=(Choice(worker_id="prefill-2", score=7.25),),
     ),
     Done(request_id="chatcmpl-1"),
+    StoreOffer(worker_id="decode-1", names=_NAMES),
+    StoreWanted(wanted=(True, False)),
+    StoreLocate(names=_NAMES),
+    StoreLocated(runs=(StoreRun(key="ns/t/aa/aabb", first=1, count=2),)),
+    StoreChanged(
+        sender="decode-1",
+        added=(StoreAdded(key="ns/t/aa/aabb", num_bytes=4096),),
+        removed=(StoreRemoved(key="ns/t/cc/ccdd", reason="checksum"),),
+        used=_NAMES,
+    ),
+    Explain(names=_NAMES),
+    Explained(workers=_SOURCES, store_blocks=2, miss="never seen"),
     BlockEvents(
         worker_id="decode-1",
         epoch=1_796_000_000_000_000_000,

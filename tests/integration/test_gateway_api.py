@@ -38,7 +38,10 @@ async def test_chat_answers_as_openai_does(served: Rig) -> None:
         "prompt_tokens": 31,
         "completion_tokens": num_tokens,
         "total_tokens": 31 + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": 0,
+            "baton_cache": {"own_pool": 0, "peer": 0, "store": 0, "miss": "no placement"},
+        },
     }
 
 
@@ -390,7 +393,8 @@ async def test_logprobs_of_completions(served: Rig) -> None:
 async def test_cached_tokens_are_the_workers_word(served: Rig) -> None:
     served.workers[0].cached_tokens = 16
     _, answer = await served.post(CHAT, chat())
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": BLOCK}
+    details = answer["usage"]["prompt_tokens_details"]
+    assert (details["cached_tokens"], details["baton_cache"]["own_pool"]) == (BLOCK, BLOCK)
 
 
 async def test_body_limit(nats_url: str, tmp_path: Path) -> None:  # noqa: F811

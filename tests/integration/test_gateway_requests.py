@@ -20,7 +20,7 @@ import pytest
 
 from libs.engine.kv.names import block_names
 from libs.wire.errors import Code, RequestRefused
-from libs.wire.messages import Generate, OfferFailed, Prefill, Source, Token
+from libs.wire.messages import Cached, Generate, OfferFailed, Prefill, Source, Token
 from services.gateway import answering
 from tests.gateway_rig import (
     BLOCK,
@@ -364,7 +364,7 @@ async def test_cached_tokens_of_an_answer_that_a_stop_string_ended(r: Rig) -> No
     decode = await r.decode()
 
     async def behave(me: FakeWorker, request: Generate) -> None:
-        await me.tokens(request, 0, Token(id=33203), cached_tokens=16)
+        await me.tokens(request, 0, Token(id=33203), cached=Cached(tokens=16))
 
     decode.behaviour = behave
     _, answer = await r.post(CHAT, chat(stop=["EF"]))

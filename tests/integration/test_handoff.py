@@ -59,8 +59,8 @@ async def test_text_is_the_same_handed_off_cached_or_computed_by_one_worker(
         for answer in (cold, cached, alone):
             assert answer.ids == expected
             assert isinstance(answer.end, Finished) and answer.end.reason == "length"
-        assert cold.end.cached_tokens == 0  # type: ignore[union-attr]
-        assert cached.end.cached_tokens == (length - 1) // 16 * 16  # type: ignore[union-attr]
+        assert cold.end.cached.tokens == 0  # type: ignore[union-attr]
+        assert cached.end.cached.tokens == (length - 1) // 16 * 16  # type: ignore[union-attr]
         assert computed_tokens(running, "prefill-1") == 2
         assert computed_tokens(running, "decode-1") == 0, "decode computed a prompt that it was handed"
         await all_clean(running)
@@ -75,7 +75,7 @@ async def test_blocks_that_decode_filled_are_pulled_by_the_next_turn(nats_url: s
         sources = (Source(worker_id="decode-1", num_blocks=6),)
         second = await client.ask("two", turn, prefill_sources=sources)
         assert second.ids == fake_continuation(turn, 8)
-        assert second.end.cached_tokens == 96  # type: ignore[union-attr]  # 99 tokens have KV, 6 full blocks
+        assert second.end.cached.tokens == 96  # type: ignore[union-attr]  # 99 tokens have KV, 6 full blocks
         await all_clean(running)
 
 
@@ -88,7 +88,7 @@ async def test_a_source_that_is_gone_or_knows_nothing_costs_only_the_computing(
         for seed, name in enumerate(("nobody", "decode-1")):
             sources = (Source(worker_id=name, num_blocks=9),)
             answer = await client.ask(name, prompt_of(200, seed=seed), prefill_sources=sources)
-            assert isinstance(answer.end, Finished) and answer.end.cached_tokens == 0
+            assert isinstance(answer.end, Finished) and answer.end.cached.tokens == 0
         await all_clean(running)
 
 

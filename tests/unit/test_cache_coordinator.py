@@ -24,6 +24,7 @@ from libs.wire.messages import (
     Placement,
     Role,
     Route,
+    Source,
     StatusRequest,
 )
 from services.cache import sync as sync_module
@@ -153,7 +154,7 @@ async def test_hits_come_from_dumps_and_from_events(rig: Rig) -> None:
     assert (placement.prefill, placement.prefill_hit_blocks) == ("p1", 20)
     await rig.stored("p2", range(400), 0)
     placement = await rig.route("r2", range(400))
-    assert (placement.prefill, placement.prefill_hit_blocks) == ("p2", 25)
+    assert (placement.prefill, placement.decode_sources) == (None, (Source(worker_id="p2", num_blocks=25),))
     placement = await rig.route("r3", range(400), "p2")
     assert (placement.prefill, placement.prefill_hit_blocks) == ("p1", 20)
 

@@ -36,9 +36,14 @@ class TestSources:
         """None has a type that a variable's text cannot be turned into."""
         for field in fields(Settings):
             value = getattr(Settings(), field.name)
-            text = {"threads": "2", "kv_cache_mib": "64", "default_max_tokens": "5", "served_name": "m"}.get(
-                field.name, "http://c" if field.name == "otlp_endpoint" else str(value)
-            )
+            text = {
+                "threads": "2",
+                "kv_cache_mib": "64",
+                "default_max_tokens": "5",
+                "served_name": "m",
+                "store_mib": "9",
+                "store_ttl_s": "60.0",
+            }.get(field.name, "http://c" if field.name == "otlp_endpoint" else str(value))
             loaded = getattr(load({f"BATON_{field.name.upper()}": text}), field.name)
             if field.name not in ("state_dir", "cache_dir"):
                 assert type(loaded) is (type(value) if value is not None else type(loaded))

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from libs.wire.errors import Code
-from libs.wire.messages import Delta, Failed, Finished, StepOutput, Token
+from libs.wire.messages import Cached, Delta, Failed, Finished, StepOutput, Token
 from services.gateway.dispatch import Dispatcher, Inbox, WorkerLost
 
 
@@ -18,7 +18,7 @@ def delta(seq: int, *ids: int, attempt: int = 1, request_id: str = "r") -> Delta
 
 
 def finished(num_tokens: int, attempt: int = 1) -> Finished:
-    return Finished(request_id="r", attempt=attempt, reason="stop", num_tokens=num_tokens, cached_tokens=0)
+    return Finished(request_id="r", attempt=attempt, reason="stop", num_tokens=num_tokens, cached=Cached(tokens=0))
 
 
 class Rig:

@@ -298,7 +298,7 @@ def test_waiting_ends(tmp_path: Path, checkpoint: Checkpoint) -> None:
         "waiting for another process that packs weights",
         *SHARED_NOT,
     ]
-    assert "0.2 seconds" in lines[1]["reason"]
+    assert "0.2 s" in lines[1]["reason"]
     assert files(tmp_path) == []
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.placement.policy import LongestPrefix
-from libs.placement.sources import MIN_GAIN_BLOCKS
-from libs.placement.view import Prompt, Worker
+from libs.placement.view import MIN_GAIN_BLOCKS, Prompt, Worker
 from libs.wire.messages import Placement, Role, Source
 
 BLOCK = 16
@@ -90,7 +89,9 @@ def test_local_prefill_only_where_decode_holds_most_or_nobody_else_can(
     if placement is None:
         return
     (decode,) = [w for w in workers if w.worker_id == placement.decode]
-    missing = decode.missing_tokens(prompt)
+    best = max(w.hit_blocks for w in workers if w.worker_id not in prompt.exclude)
+    held = best if best >= decode.hit_blocks + MIN_GAIN_BLOCKS else decode.hit_blocks
+    missing = max(1, prompt.num_tokens - held * BLOCK)
     small = missing <= 64 and missing < prompt.num_tokens / 2
     others = [
         w for w in workers if w.role == "prefill" and not w.draining and w.worker_id not in prompt.exclude
@@ -145,8 +146,11 @@ def test_longest_prefix_wins_prefill_until_its_queue_outweighs_it() -> None:
     warm = worker("p1", "prefill", hit_blocks=50)
     cold = worker("p2", "prefill")
     assert place(1000, worker("d"), warm, cold).prefill == "p1"
-    assert place(1000, worker("d"), replace(warm, queued_tokens=700), cold).prefill == "p1"
-    assert place(1000, worker("d"), replace(warm, queued_tokens=900), cold).prefill == "p2"
+    assert place(1000, worker("d"), replace(warm, queued_tokens=30), cold).prefill == "p1"
+    moved = place(
+        1000, worker("d"), replace(warm, queued_tokens=300), cold
+    )  # the other pulls what this one holds
+    assert (moved.prefill, moved.prefill_sources) == ("p2", (Source(worker_id="p1", num_blocks=50),))
 
 
 def test_hit_counts_and_score_are_those_of_the_chosen() -> None:
@@ -182,7 +186,7 @@ def test_the_shared_head_of_all_chats_draws_nobody() -> None:
 
 
 def test_short_suffix_of_a_held_prompt_stays_on_decode() -> None:
-    prefill = worker("p", "prefill", hit_blocks=62)
+    prefill = worker("p", "prefill", hit_blocks=1)
     assert place(1000, worker("d", hit_blocks=60), prefill).prefill is None  # 40 missing
     assert place(1000, worker("d", hit_blocks=58), prefill).prefill == "p"  # 72 missing
     assert place(60, worker("d"), prefill).prefill == "p"  # short, but nothing of it is held
@@ -215,3 +219,40 @@ def test_sources_prefer_who_stays() -> None:
 def test_a_worker_that_failed_the_request_is_not_pulled_from() -> None:
     placement = place(1000, worker("d"), worker("p", "prefill", hit_blocks=60), exclude=("p",))
     assert placement.prefill is None and placement.decode_sources == ()
+
+
+def test_what_the_store_holds_need_not_be_computed() -> None:
+    """So a worker that has nothing is nearly as good as one that has all of it."""
+    prompt = Prompt(1600, store_blocks=99)
+    busy = worker("p1", "prefill", hit_blocks=99, queued_tokens=400)
+    idle = worker("p2", "prefill")
+    placement = POLICY.place(prompt, [worker("d", blocks_total=50), busy, idle])
+    assert placement is not None
+    assert (placement.prefill, placement.store_blocks) in ((None, 99), ("p2", 99))
+
+
+def test_affinity_holds_while_load_is_even_and_gives_way_when_it_is_not() -> None:
+    holder, other = worker("p1", "prefill", hit_blocks=90), worker("p2", "prefill")
+    prompt = Prompt(1600)
+    for queued, chosen in ((0, "p1"), (50, "p1"), (400, "p2")):
+        workers = [worker("d"), replace(holder, queued_tokens=queued), other]
+        placement = POLICY.place(prompt, workers)
+        assert placement is not None and placement.prefill == chosen, queued
+
+
+def test_a_known_prompt_stays_with_decode_wherever_its_blocks_are() -> None:
+    for prompt, workers in (
+        (Prompt(1600, store_blocks=98), [worker("d"), worker("p", "prefill")]),
+        (Prompt(1600), [worker("d"), worker("p", "prefill", hit_blocks=98)]),
+    ):
+        placement = POLICY.place(prompt, workers)
+        assert placement is not None and (placement.decode, placement.prefill) == ("d", None)
+
+
+def test_alternatives_are_told_with_their_costs() -> None:
+    workers = [worker("d"), *(worker(f"p{n}", "prefill", queued_tokens=1000 * n) for n in range(6))]
+    placement = place(1600, *workers)
+    assert placement.prefill == "p0" and placement.score == 1600
+    assert [(each.worker_id, each.score) for each in placement.alternatives] == [
+        ("p1", 2600), ("p2", 3600), ("p3", 4600),
+    ]  # fmt: skip

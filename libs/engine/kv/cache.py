@@ -40,6 +40,7 @@ class KvCache:
             raise ValueError(f"num_blocks={num_blocks}, block_size={block_size}, max_events={max_events}")
         self.total = num_blocks
         self.block_size = block_size
+        self.most_taken = 0  # blocks that were used or cached at once, ever
         self.num_events = 0  # block events ever made; the next one has this number
         self._refs = [0] * num_blocks
         self._entries: list[_Entry | None] = [None] * num_blocks
@@ -48,6 +49,7 @@ class KvCache:
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, next to evict first
         self._events: deque[BlockEvent] = deque(maxlen=max_events)
         self._on_free: list[Callable[[], None]] = []
+        self._on_named: list[Callable[[Sequence, int], None]] = []
 
     # ------------------------------------------------------------ counts
 
@@ -110,6 +112,7 @@ class KvCache:
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
             seq.blocks.append(block)
+        self.most_taken = max(self.most_taken, self.total - self.free)
         return True
 
     def commit(self, seq: Sequence) -> None:
@@ -117,7 +120,7 @@ class KvCache:
 
         A block whose name another block has already stays anonymous, and is free once released.
         """
-        size = self.block_size
+        size, first = self.block_size, len(seq.names)
         while len(seq.names) < seq.num_computed // size:
             index = len(seq.names)
             tokens = tuple(seq.tokens[index * size : (index + 1) * size])
@@ -127,8 +130,11 @@ class KvCache:
             if owner is None:
                 self._register(seq.blocks[index], entry)
             elif self._entries[owner] != entry:
-                return  # a collision: what follows would be found under the wrong prefix
+                break  # a collision: what follows would be found under the wrong prefix
             seq.names.append(entry.name)
+        if len(seq.names) > first:
+            for callback in self._on_named:
+                callback(seq, first)
 
     def release(self, seq: Sequence) -> None:
         """Takes all blocks from `seq`; its KV counts as not computed. Idempotent."""
@@ -172,6 +178,14 @@ class KvCache:
             freed |= self._unref(block)
         if freed:
             self.notify()
+
+    def find(self, name: bytes) -> int | None:
+        """The block of this name. Takes no reference."""
+        return self._block_of.get(name)
+
+    def on_named(self, callback: Callable[[Sequence, int], None]) -> None:
+        """Calls `callback(seq, first)` when blocks `first ...` of a sequence have got their names."""
+        self._on_named.append(callback)
 
     def on_free(self, callback: Callable[[], None]) -> None:
         """Calls `callback()` whenever blocks become available. It must only note the fact (set an event)."""
@@ -221,6 +235,7 @@ class KvCache:
         seq.blocks, seq.names = blocks, names
         seq.num_computed = len(blocks) * self.block_size
         seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
+        seq.num_from_peer = seq.num_from_store = 0
 
     def _register(self, block: int, entry: _Entry) -> None:
         self._entries[block] = entry

@@ -8,6 +8,8 @@ import os
 
 from libs.engine.kv.layout import KvLayout
 
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module does not name it
+
 
 class KvPool:
     """`num_blocks` blocks of `layout`, zeroed. `fd` is what a peer on this host maps.
@@ -33,11 +35,19 @@ class KvPool:
         size = self.layout.block_bytes
         return self.view[first * size : (first + count) * size]
 
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Makes this part present, without changing a byte of it. `start`: as `blocks` begin, rounded down to a page.
+
+        Raises OSError where the system cannot (Linux before 5.14), or has no memory.
+        """
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.map.madvise(_MADV_POPULATE_WRITE, first, start + num_bytes - first)
+
     def close(self) -> None:
         """Gives the file back; the mapping goes once no tensor uses it any more. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            self.view.release()
-            with contextlib.suppress(BufferError):
+            with contextlib.suppress(BufferError):  # a thread, or a tensor, has it
+                self.view.release()
                 self.map.close()

@@ -9,12 +9,11 @@ Only who holds the lock makes or removes files. A file that has its name was syn
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,11 +26,11 @@ from libs.engine.model.packed_file import (
     write_packed,
 )
 from libs.engine.model.packed_recipe import Recipe
+from libs.service.file_lock import every, file_lock
 from libs.service.logs import get_logger
 
 MAX_FILES: Final = 4  # the most recently opened are kept, of all models together
 _SUFFIX: Final = ".baton"
-_POLL_S: Final = 0.05
 _REPORT_S: Final = 10.0
 
 log = get_logger()
@@ -54,7 +53,7 @@ def open_shared(
     with suppress(PackedFileError, FileNotFoundError):
         return _open(path, recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent / "lock", wait_s):
+    with file_lock(path.parent / "lock", wait_s, every(_REPORT_S, _say_waiting)):
         try:
             return _open(path, recipe)  # somebody packed meanwhile
         except FileNotFoundError:
@@ -105,28 +104,5 @@ def _remove_old(path: Path) -> None:
         other.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """The kernel releases it when the process ends, however it ends."""
-    with path.open("ab") as file:
-        _acquire(file.fileno(), path, wait_s)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _acquire(descriptor: int, path: Path, wait_s: float) -> None:
-    started = time.monotonic()
-    next_report_s = 0.0
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        waited_s = time.monotonic() - started
-        if waited_s >= wait_s:
-            raise TimeoutError(f"another process has held {path} for {wait_s:g} seconds")
-        if waited_s >= next_report_s:
-            next_report_s += _REPORT_S
-            log.info("waiting for another process that packs weights", waited_s=round(waited_s))
-        time.sleep(_POLL_S)
+def _say_waiting(waited_s: float) -> None:
+    log.info("waiting for another process that packs weights", waited_s=round(waited_s))

@@ -7,7 +7,6 @@ process dies by SIGBUS at the first page that is not there, at every start again
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -23,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libs.kernels.native.cpu import AMX_COMPILER_FLAGS, InstructionSet, compiler_flags
+from libs.service.file_lock import LockTimeout, every, file_lock
 
 SOURCES = Path(__file__).parent / "src"
 COMPILE_S = 300.0  # a compiler that takes longer is killed
 _PROBE_S = 30.0
+_REPORT_S = 10.0
 _KEPT = 6  # libraries in the cache: a few versions for a few instruction sets
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _CANDIDATES = ("c++", "g++", "clang++")
@@ -162,22 +163,15 @@ def _run(command: Sequence[str], limit_s: float, text: str = "") -> subprocess.C
 
 @contextmanager
 def _locked(path: Path, wait_s: float, on_progress: OnProgress) -> Iterator[None]:
-    """Holds the lock file; the system takes it from a process that dies. Raises CompilerError after `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    is_told = False
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise CompilerError(f"another process has held {path} for {wait_s:g} s") from None
-                if not is_told:
-                    on_progress("waiting for another process that compiles the kernels")
-                    is_told = True
-                time.sleep(0.05)
-        yield
+    """Raises CompilerError after `wait_s`."""
+    say = every(
+        _REPORT_S, lambda waited_s: on_progress("waiting for another process that compiles the kernels")
+    )
+    try:
+        with file_lock(path, wait_s, say):
+            yield
+    except LockTimeout as error:
+        raise CompilerError(str(error)) from None
 
 
 def _chosen(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from libs.wire.messages import FinishReason
+from libs.wire.messages import Cached, FinishReason
 from services.gateway.job import Outcome
 
 
@@ -15,8 +15,20 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all parts of answers."""
 
 
+class CacheDetails(Body, frozen=True, kw_only=True):
+    """Where cached tokens came from, and why the first token that had to be computed was not among them."""
+
+    own_pool: int
+    peer: int
+    store: int
+    miss: str | None
+
+
 class PromptTokensDetails(Body, frozen=True, kw_only=True):
+    """`baton_cache` is not OpenAI's: their clients pass over it."""
+
     cached_tokens: int
+    baton_cache: CacheDetails
 
 
 class Usage(Body, frozen=True, kw_only=True):
@@ -133,5 +145,13 @@ def usage_of(outcome: Outcome) -> Usage:
         prompt_tokens=outcome.prompt_tokens,
         completion_tokens=outcome.completion_tokens,
         total_tokens=outcome.prompt_tokens + outcome.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=outcome.cached_tokens),
+        prompt_tokens_details=_details(outcome.cached),
     )
+
+
+def _details(cached: Cached) -> PromptTokensDetails:
+    own = cached.tokens - cached.from_peer - cached.from_store
+    where = CacheDetails(
+        own_pool=own, peer=cached.from_peer, store=cached.from_store, miss=cached.miss or None
+    )
+    return PromptTokensDetails(cached_tokens=cached.tokens, baton_cache=where)

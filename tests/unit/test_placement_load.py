@@ -8,7 +8,7 @@ import pytest
 
 from libs.wire.messages import Heartbeat, Load
 from services.cache.fleet import Change, Fleet
-from services.cache.load import FOREIGN_REQUEST_TOKENS, MAX_ENDED, InFlight, Share, Standing
+from libs.placement.load import FOREIGN_REQUEST_TOKENS, MAX_ENDED, InFlight, Share, Standing
 
 SHARE = Share(tokens=100, blocks=7)
 

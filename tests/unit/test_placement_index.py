@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from libs.wire.messages import BlockEvent, BlockEvents, Dump
 from services.cache import feed as feed_module
 from services.cache.feed import Feed
-from services.cache.index import BlockIndex
+from libs.placement.index import BlockIndex
 
 NAMES = [bytes([number]) * 32 for number in range(12)]
 WORKERS = ["w0", "w1", "w2", "w3"]

@@ -1,0 +1,238 @@
+"""Blocks out of the store, straight into the pool, as long as that is quicker than computing them.
+
+    objects      | 0 | 1 | 2 | 3 | 4 | ...      several are read at once; they count in order
+    blocks        in the sequence  |  being read: held until the thread is done, whoever has left meanwhile
+
+A prefix is of use only up to its first hole. So the first object that is damaged, gone or late ends the load; what
+came before it stays, and the engine computes the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.context import Context
+
+from libs.engine.kv.cache import KvCache
+from libs.engine.kv.names import block_names
+from libs.engine.kv.pool import KvPool
+from libs.engine.sequence import Sequence
+from libs.service.bus import Bus
+from libs.service.logs import get_logger
+from libs.service.outbox import Outbox
+from libs.store.interface import ObjectDamaged, ObjectGone, Store, StoreError
+from libs.store.objects import BlockRecord, ObjectFormat, read_blocks
+from libs.wire import subjects
+from libs.wire.errors import BatonError
+from libs.wire.store_messages import (
+    StoreChanged,
+    StoreLocate,
+    StoreLocated,
+    StoreRemoved,
+    StoreRun,
+)
+
+READERS: Final = 4
+NAMES_PER_LOCATE: Final = 8192
+LOCATE_TIMEOUT_S: Final = 1.0
+MAX_WAIT_S: Final = 10.0  # for one object, where nobody knows how fast this worker computes
+log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An object on its way into blocks of the pool."""
+
+    run: StoreRun
+    num_tokens: int
+    work: Future[None]
+
+
+class StoreLoader:
+    """One worker's way out of the store. Owned by the event loop's thread; `compute_rate` in tokens/s, 0: unknown."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        kv: KvCache,
+        pool: KvPool,
+        store: Store,
+        objects: ObjectFormat,
+        bus: Bus,
+        outbox: Outbox,
+        *,
+        compute_rate: Callable[[], float],
+        stored: Callable[[list[bytes]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_loaded = 0  # blocks
+        self.failures: Counter[str] = Counter()  # loads that ended early, by why
+        self._worker_id = worker_id
+        self._kv = kv
+        self._pool = pool
+        self._store = store
+        self._objects = objects
+        self._bus = bus
+        self._outbox = outbox
+        self._compute_rate = compute_rate
+        self._stored = stored
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="store-read")
+
+    async def load(self, seq: Sequence, num_blocks: int, context: Context) -> int:
+        """Extends `seq` by what the store has of its first `num_blocks` blocks; returns the tokens that came.
+
+        Before and after: `seq` is held, its blocks below `num_computed` are named. Never raises for the store's sake:
+        `seq.miss` says why less came. Cancelled, it lets go of `seq` as it was.
+        """
+        size = self._kv.block_size
+        have = len(seq.blocks)
+        usable = min(num_blocks, (seq.num_tokens - 1) // size)
+        prefix = block_names(seq.root, seq.tokens[: usable * size], size)
+        names = prefix[have:]
+        if not names:
+            return 0
+        runs = await self._locate(names, context)
+        wanted = sum(run.count for run in runs)
+        if not wanted:
+            seq.miss = "store: not located"
+            return 0
+        if not self._kv.grow(seq, (have + wanted) * size):
+            seq.miss = "no free blocks"
+            return 0
+        loaded = await self._fill(seq, runs, names[:wanted])
+        if loaded:
+            self._loaded(seq, prefix[: have + loaded], loaded)
+        return loaded * size
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _locate(self, names: tuple[bytes, ...], context: Context) -> tuple[StoreRun, ...]:
+        runs: list[StoreRun] = []
+        for start in range(0, len(names), NAMES_PER_LOCATE):
+            page = names[start : start + NAMES_PER_LOCATE]
+            try:
+                located = await self._bus.request(
+                    subjects.STORE_LOCATE,
+                    StoreLocate(names=page),
+                    StoreLocated,
+                    timeout_s=LOCATE_TIMEOUT_S,
+                    context=context,
+                )
+            except BatonError as error:
+                log.warning("store.locate failed", error=error.message)
+                break
+            runs += located.runs
+            if sum(run.count for run in located.runs) < len(page):
+                break
+        return tuple(run for run in runs if run.count > 0 and run.first >= 0)
+
+    async def _fill(self, seq: Sequence, runs: tuple[StoreRun, ...], names: tuple[bytes, ...]) -> int:
+        """Reads into the last blocks of `seq`; returns how many came, and takes the others from it."""
+        first = len(seq.blocks) - len(names)
+        reads = self._start(seq, first, runs, names)
+        loaded = 0
+        try:
+            began_s = self._clock()
+            for index, read in enumerate(reads):
+                left = sum(each.num_tokens for each in reads[index:])
+                await self._wait(read, left)
+                loaded += read.run.count
+                if self._is_slow(loaded * self._kv.block_size, left - read.num_tokens, began_s):
+                    raise StoreError("slower than computing")
+        except StoreError as error:
+            self._note(seq, reads, loaded, error)
+        finally:
+            self._let_go(seq, first + loaded, reads)
+        return loaded
+
+    def _start(
+        self, seq: Sequence, first: int, runs: tuple[StoreRun, ...], names: tuple[bytes, ...]
+    ) -> list[Read]:
+        size = self._kv.block_size
+        reads, at = [], 0
+        for run in runs:
+            records, targets = [], []
+            for index in range(at, at + run.count):
+                start = (first + index) * size
+                records.append(BlockRecord(names[index], tuple(seq.tokens[start : start + size])))
+                targets.append(self._pool.blocks(seq.blocks[first + index], 1))
+            work = self._threads.submit(
+                read_blocks, self._store, self._objects, run.key, run.first, records, targets
+            )
+            reads.append(Read(run, run.count * size, work))
+            at += run.count
+        return reads
+
+    async def _wait(self, read: Read, left_tokens: int) -> None:
+        """Raises StoreError when it failed, or when computing the rest would have been done by now."""
+        rate = self._compute_rate()
+        patience_s = left_tokens / rate if rate > 0 else MAX_WAIT_S
+        await asyncio.wait({asyncio.wrap_future(read.work)}, timeout=min(MAX_WAIT_S, patience_s))
+        if not read.work.done():
+            raise StoreError("slower than computing")
+        read.work.result()
+
+    def _is_slow(self, loaded_tokens: int, left_tokens: int, began_s: float) -> bool:
+        rate = self._compute_rate()
+        if not left_tokens or rate <= 0:
+            return False
+        return (self._clock() - began_s) / loaded_tokens > 1 / rate
+
+    def _note(self, seq: Sequence, reads: list[Read], loaded: int, error: StoreError) -> None:
+        reason = _reason(error)
+        seq.miss = f"store: {reason}"
+        self.failures[reason] += 1
+        log.warning("store.load ended early", engine_id=seq.request_id, blocks=loaded, error=error.message)
+        if isinstance(error, (ObjectDamaged, ObjectGone)):
+            key = _failed_key(reads, loaded)
+            removed = StoreRemoved(key=key, reason=reason)
+            self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, removed=(removed,)))
+
+    def _let_go(self, seq: Sequence, keep: int, reads: list[Read]) -> None:
+        """Blocks behind the first hole: free as soon as no thread writes to them."""
+        tail = seq.blocks[keep:]
+        if not tail:
+            return
+        del seq.blocks[keep:]
+        running = [read.work for read in reads if not read.work.cancel() and not read.work.done()]
+        if not running:
+            self._kv.unref(tail)
+            return
+        waiter = asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
+        waiter.add_done_callback(lambda done: self._kv.unref(tail))
+
+    def _loaded(self, seq: Sequence, names: tuple[bytes, ...], loaded: int) -> None:
+        """`names`: of all blocks of the prompt so far, the last `loaded` of which came from the store."""
+        tokens = loaded * self._kv.block_size
+        self.num_loaded += loaded
+        self._stored(list(names[-loaded:]))
+        seq.num_computed += tokens
+        seq.num_cached += tokens
+        seq.num_from_store += tokens
+        self._kv.commit(seq)
+        self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, used=names))
+
+
+def _failed_key(reads: list[Read], loaded: int) -> str:
+    """The object behind the `loaded` blocks that came."""
+    for read in reads:
+        if loaded < read.run.count:
+            return read.run.key
+        loaded -= read.run.count
+    return ""
+
+
+def _reason(error: StoreError) -> str:
+    if isinstance(error, ObjectDamaged):
+        return error.reason
+    if isinstance(error, ObjectGone):
+        return "gone"
+    return "slow" if "slower than" in error.message else "failed"

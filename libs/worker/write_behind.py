@@ -1,0 +1,267 @@
+"""Blocks on their way to the store, behind the requests that made them.
+
+    commit --> runs of a chain --> (full, or idle) --> offer --> what the store lacks --> object
+               8 blocks at most                        to the coordinator                 one thread
+
+Nothing waits for this: a queue that is full drops what is new, a block that is evicted before its turn is lost, a
+store that fails is left alone for a while. Each is counted. Blocks are held only while they are being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from libs.engine.kv.cache import KvCache
+from libs.engine.kv.layout import KvLayout
+from libs.engine.kv.pool import KvPool
+from libs.engine.sequence import Sequence
+from libs.service.bus import Bus
+from libs.service.logs import get_logger
+from libs.service.outbox import Outbox
+from libs.store.interface import Store, StoredObject, StoreError, StoreFull
+from libs.store.objects import BlockRecord, ObjectFormat, write_object
+from libs.wire import subjects
+from libs.wire.errors import BatonError
+from libs.wire.store_messages import StoreAdded, StoreChanged, StoreOffer, StoreWanted
+
+OBJECT_BLOCKS: Final = 8
+OBJECT_BYTES: Final = 8 << 20  # larger blocks make smaller groups
+MAX_WAITING_BLOCKS: Final = 65_536
+MAX_KNOWN: Final = 262_144  # names that this worker has read from or written to the store
+IDLE_S: Final = 1.0  # a run that does not grow for so long is written as it is
+TICK_S: Final = 0.25
+RUNS_PER_OFFER: Final = 32
+OFFER_TIMEOUT_S: Final = 1.0
+FULL_PAUSE_S: Final = 30.0
+FIRST_PAUSE_S: Final = 1.0
+MAX_PAUSE_S: Final = 30.0
+log = get_logger()
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive blocks of one chain. `parent` names the block before the first."""
+
+    tenant: str
+    parent: bytes
+    blocks: list[BlockRecord] = field(default_factory=list)
+    grown_s: float = 0.0
+
+    @property
+    def tail(self) -> bytes:
+        return self.blocks[-1].name if self.blocks else self.parent
+
+    def part(self, first: int, end: int) -> Run:
+        parent = self.blocks[first - 1].name if first else self.parent
+        return Run(self.tenant, parent, self.blocks[first:end])
+
+    def parts(self, is_in: list[bool]) -> Iterator[Run]:
+        """The longest pieces whose blocks are all in."""
+        first = 0
+        for index, keep in enumerate([*is_in, False]):
+            if not keep:
+                if index > first:
+                    yield self.part(first, index)
+                first = index + 1
+
+
+@dataclass(slots=True)
+class WriteCounts:
+    """In blocks, since the process began."""
+
+    written: int = 0
+    lost: int = 0  # evicted before they were written
+    dropped: int = 0  # the queue was full, or the store failed
+
+
+class WriteBehind:
+    """One worker's way into the store. Owned by the event loop's thread."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        kv: KvCache,
+        pool: KvPool,
+        store: Store,
+        objects: ObjectFormat,
+        bus: Bus,
+        outbox: Outbox,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = WriteCounts()
+        self.problem = ""  # why nothing is written at present
+        self._worker_id = worker_id
+        self._kv = kv
+        self._pool = pool
+        self._store = store
+        self._objects = objects
+        self._bus = bus
+        self._outbox = outbox
+        self._clock = clock
+        self._limit = object_blocks(pool.layout)
+        self._growing: OrderedDict[bytes, Run] = OrderedDict()  # by tail, longest idle first
+        self._ready: deque[Run] = deque()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._num_waiting = 0
+        self._work = asyncio.Event()
+        self._pause_s = 0.0
+        self._paused_until_s = 0.0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-write")
+        kv.on_named(self._named)
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that are not written yet."""
+        return self._num_waiting
+
+    def stored(self, names: list[bytes]) -> None:
+        """These are in the store already: they came from there."""
+        for name in names:
+            self._known[name] = None
+            self._known.move_to_end(name)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    async def run(self) -> None:
+        """Writes until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), TICK_S)
+            self._work.clear()
+            self._close_runs(self._clock() - IDLE_S)
+            while self._ready:
+                await self._write_some()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Writes what waits, while `run` runs; False if that takes longer."""
+        self._close_runs(float("inf"))
+        self._work.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_waiting:  # noqa: ASYNC110 -- two queues, and what the thread has
+                    await asyncio.sleep(TICK_S / 10)
+        return not self._num_waiting
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ in
+
+    def _named(self, seq: Sequence, first: int) -> None:
+        size = self._kv.block_size
+        for index in range(first, len(seq.names)):
+            name = seq.names[index]
+            if name in self._known:
+                continue
+            if self._num_waiting >= MAX_WAITING_BLOCKS:
+                self.counts.dropped += 1
+                continue
+            self.stored([name])  # once is enough, whatever becomes of it
+            parent = seq.names[index - 1] if index else seq.root
+            record = BlockRecord(name, tuple(seq.tokens[index * size : (index + 1) * size]))
+            self._append(seq.tenant, parent, record)
+
+    def _append(self, tenant: str, parent: bytes, record: BlockRecord) -> None:
+        run = self._growing.pop(parent, None) or Run(tenant, parent)
+        run.blocks.append(record)
+        run.grown_s = self._clock()
+        self._num_waiting += 1
+        if len(run.blocks) >= self._limit:
+            self._ready.append(run)
+            self._work.set()
+        else:
+            self._growing[run.tail] = run
+
+    def _close_runs(self, idle_since_s: float) -> None:
+        while self._growing and next(iter(self._growing.values())).grown_s <= idle_since_s:
+            self._ready.append(self._growing.popitem(last=False)[1])
+
+    # ------------------------------------------------------------ out
+
+    async def _write_some(self) -> None:
+        runs = [self._ready.popleft() for _ in range(min(RUNS_PER_OFFER, len(self._ready)))]
+        left = sum(len(run.blocks) for run in runs)
+        try:
+            if self._clock() < self._paused_until_s:
+                self.counts.dropped += left
+                return
+            for run in await self._wanted(runs):
+                await self._write(run)
+        finally:
+            self._num_waiting -= left
+
+    async def _wanted(self, runs: list[Run]) -> list[Run]:
+        """Of the runs, what the store lacks; everything where no coordinator says."""
+        names = tuple(block.name for run in runs for block in run.blocks)
+        offer = StoreOffer(worker_id=self._worker_id, names=names)
+        try:
+            answer = await self._bus.request(
+                subjects.STORE_OFFER, offer, StoreWanted, timeout_s=OFFER_TIMEOUT_S
+            )
+        except BatonError:
+            return runs
+        if len(answer.wanted) != len(names):
+            return runs
+        wanted = iter(answer.wanted)
+        return [part for run in runs for part in run.parts([next(wanted) for _ in run.blocks])]
+
+    async def _write(self, run: Run) -> None:
+        """What of the run is still in the pool, as one object or several."""
+        found = [self._kv.find(block.name) for block in run.blocks]
+        self.counts.lost += found.count(None)
+        for part in run.parts([block is not None for block in found]):
+            if self._clock() < self._paused_until_s:
+                self.counts.dropped += len(part.blocks)
+                continue
+            blocks = [self._kv.find(block.name) for block in part.blocks]
+            held = [block for block in blocks if block is not None]
+            if len(held) < len(blocks):  # evicted while the part before was being written
+                self.counts.lost += len(blocks)
+                continue
+            await self._put(part, held)
+
+    async def _put(self, run: Run, blocks: list[int]) -> None:
+        self._kv.ref(blocks)
+        views = [self._pool.blocks(block, 1) for block in blocks]
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread,
+            lambda: write_object(self._store, self._objects, run.tenant, run.parent, run.blocks, views),
+        )
+        # A caller that is cancelled leaves; the blocks are held until the thread is done with them.
+        work.add_done_callback(lambda done: self._kv.unref(blocks))
+        try:
+            self._written(run, await asyncio.shield(work))
+        except StoreFull as error:
+            self._failed(run, error, FULL_PAUSE_S)
+        except StoreError as error:
+            self._failed(run, error, min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s)))
+
+    def _written(self, run: Run, stored: StoredObject) -> None:
+        if self.problem:
+            log.info("store.recovered")
+        self.problem, self._pause_s = "", 0.0
+        self.counts.written += len(run.blocks)
+        added = StoreAdded(key=stored.key, num_bytes=stored.num_bytes)
+        self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, added=(added,)))
+
+    def _failed(self, run: Run, error: StoreError, pause_s: float) -> None:
+        """Serving goes on. These blocks may be offered again when somebody computes them again."""
+        if not self.problem:
+            log.warning("store.failed", error=error.message, pause_s=pause_s)
+        self.problem, self._pause_s = error.message, pause_s
+        self._paused_until_s = self._clock() + pause_s
+        self.counts.dropped += len(run.blocks)
+        for block in run.blocks:
+            self._known.pop(block.name, None)
+
+
+def object_blocks(layout: KvLayout) -> int:
+    """Blocks of one object."""
+    return min(OBJECT_BLOCKS, max(1, OBJECT_BYTES // layout.block_bytes))
