@@ -133,7 +133,7 @@ def _list(index: StoreIndex, paths: Iterable[str]) -> tuple[float, float]:
     index.begin_scan()
     for number, path in enumerate(paths):
         start_s = time.perf_counter()
-        index.seen(path, OBJECT_BYTES, 1e9 + number % 1009)
+        index.seen(path, OBJECT_BYTES, 1e9 + number * 7919 % 1_000_003)
         spent_s += time.perf_counter() - start_s
     start_s = time.perf_counter()
     index.end_scan()

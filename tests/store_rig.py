@@ -7,11 +7,13 @@ assert chain.read(store, stored.key) == chain.data
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from libs.engine.kv.layout import KvLayout
 from libs.engine.kv.names import block_names, root_name
@@ -118,3 +120,17 @@ class MemoryStore:
             raise self.failure
         if not is_key(key):
             raise StoreError(f"{key!r} is no key of an object")
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What a FileStore did not finish."""
+    return list((root / "tmp").iterdir()) if (root / "tmp").exists() else []
+
+
+def fail(number: int) -> Callable[..., Any]:
+    """A system call that fails with this errno, for `monkeypatch`."""
+
+    def call(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call

@@ -82,10 +82,11 @@ class Up:
 
 
 @contextmanager
-def baton_up(folder: Path, threads: int) -> Iterator[Up]:
+def baton_up(folder: Path, threads: int, *options: object) -> Iterator[Up]:
     """Killed at the end, every process of it, with SIGKILL."""
     command = [
         sys.executable, "-m", "services.cli", "up", "--port", "0", "--state-dir", folder, "--threads", threads,
+        *options,
     ]  # fmt: skip
     log = folder / "bench-up.log"
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ from libs.store.vectored import read_all, runs, write_all
 PAGE: Final = 1000
 LEFTOVER_S: Final = 3600.0
 TMP: Final = "tmp"
+_RANDOM_BYTES: Final = 8
+_TEMPORARY: Final = re.compile(rf"\d+-[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
 _RENAMES: Final = 10  # who loses the race against `delete` so often has another problem
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})  # ESTALE: on NFS, deleted by another machine
@@ -77,7 +80,7 @@ class FileStore:
 
     def _write(self, views: list[memoryview]) -> Path:
         """Path of a temporary file with these bytes; none is left where that fails."""
-        path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = self._tmp / f"{os.getpid()}-{secrets.token_hex(_RANDOM_BYTES)}"
         fd = self._create(path)
         try:
             try:
@@ -170,7 +173,7 @@ class FileStore:
                 folder.rmdir()
 
     def remove_leftovers(self, older_than_s: float = LEFTOVER_S) -> int:
-        """Deletes what killed processes were writing; returns how many files. Never raises.
+        """Deletes what killed processes were writing; returns how many files. Never raises. Other files are not ours.
 
         `older_than_s`: longer than any write takes, clocks of other machines included.
         """
@@ -178,6 +181,8 @@ class FileStore:
         num_removed = 0
         with contextlib.suppress(OSError), os.scandir(self._tmp) as entries:
             for entry in entries:
+                if not _TEMPORARY.fullmatch(entry.name):
+                    continue
                 with contextlib.suppress(OSError):
                     if entry.stat(follow_symlinks=False).st_mtime <= before_s:
                         Path(entry).unlink()

@@ -22,7 +22,7 @@ from libs.store.scan import Scan
 
 DEFAULT_HIGH = 0.98  # the rest is room for what is written between two evictions
 DEFAULT_LOW = 0.97  # every hundredth less than 1 costs 0.1 points of 34 on Mooncake's trace with 16M tokens
-MAX_LOOKS = 8192  # at objects, in one call of `victims`: a few tens of milliseconds
+MAX_LOOKS = 4096  # at objects, in one call of `victims`: a few tens of milliseconds
 _STEP_S = 1e-6  # between an object of a chain and its child, when a request has used both
 
 

@@ -41,7 +41,8 @@ class Leaves:
 
     def _wait(self, entry: Entry, order: EvictionPolicy) -> bool:
         """Sets an object aside if another one continues one of its blocks."""
-        child = next((key for key in each_key(entry.keys) if key in self._children), None)
+        keys = reversed([*each_key(entry.keys)])  # most go on behind the last block
+        child = next((key for key in keys if key in self._children), None)
         if child is None:
             return False
         self._set_aside.setdefault(child, []).append((entry, order))

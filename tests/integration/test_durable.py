@@ -6,13 +6,13 @@ import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from libs.engine.fake import fake_continuation
+from libs.engine.fake import FAKE_LAYOUT, fake_continuation
 from libs.engine.kv.names import block_names, root_name
 from libs.placement.policy import LongestPrefix
 from libs.service.bus import Bus
@@ -20,9 +20,11 @@ from libs.service.outbox import Outbox
 from libs.store.eviction import make_policy
 from libs.store.file_store import FileStore
 from libs.store.index import StoreIndex
-from libs.store.interface import Piece, StoredObject, StoreError, StoreFull
+from libs.store.interface import ObjectDamaged, Piece, StoredObject, StoreError, StoreFull
+from libs.store.objects import BlockRecord, ObjectFormat, read_blocks
 from libs.wire import subjects
 from libs.wire.messages import Placement, Route
+from libs.wire.store_messages import StoreChanged
 from services.cache.coordinator import Coordinator
 from services.cache.misses import Misses
 from services.cache.store_keeper import StoreKeeper
@@ -58,6 +60,9 @@ class Broken(FileStore):
         if self.read_error is not None:
             raise self.read_error
         super().read(key, pieces)
+
+
+OTHER_LAYOUT = replace(FAKE_LAYOUT, dtype="f16")
 
 
 @dataclass
@@ -110,32 +115,41 @@ async def kept(
     store = Broken(root)
     async with cluster(url, directory) as (running, client):
         await running.add("decode", "decode-1", store=store, num_blocks=num_blocks)
-        bus = await Bus.connect(url, "cache-t")
-        outbox = Outbox(bus)
-        misses = Misses()
-        keeper = StoreKeeper(
-            "cache-t",
-            FileStore(root),
-            StoreIndex(make_policy("lru"), capacity_bytes=capacity_bytes),
-            misses,
-            lambda news: outbox.put(subjects.STORE_CHANGED, news),
-            rescan_s=0.5,
-        )
-        coordinator = Coordinator(
-            "cache-t", running.settings, LongestPrefix(64), nats_pages(bus), misses=misses, store=keeper
-        )
-        stop = asyncio.Event()
-        tasks = [asyncio.create_task(outbox.run()), asyncio.create_task(coordinator.serve(bus, stop))]
-        try:
-            await client.until(lambda: coordinator.state == "serving")
+        async with coordinating(url, "cache-t", running, client, root, capacity_bytes) as coordinator:
             yield Kept(running, client, store, coordinator, root)
-            assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
-        finally:
-            stop.set()
-            await asyncio.wait(tasks[1:], timeout=5)
-            tasks[0].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await bus.close()
+
+
+@asynccontextmanager
+async def coordinating(
+    url: str, own_id: str, running: Cluster, client: Client, root: Path, capacity_bytes: int = 1 << 30
+) -> AsyncIterator[Coordinator]:
+    bus = await Bus.connect(url, own_id)
+    outbox, misses = Outbox(bus), Misses()
+    index = StoreIndex(make_policy("lru"), capacity_bytes=capacity_bytes)
+
+    def tell(news: StoreChanged) -> None:
+        outbox.put(subjects.STORE_CHANGED, news)
+
+    keeper = StoreKeeper(own_id, FileStore(root), index, misses, tell, rescan_s=0.5)
+    coordinator = Coordinator(
+        own_id, running.settings, LongestPrefix(64), nats_pages(bus), misses=misses, store=keeper
+    )
+    stop = asyncio.Event()
+    tasks = [asyncio.create_task(outbox.run()), asyncio.create_task(coordinator.serve(bus, stop))]
+    try:
+        await client.until(lambda: coordinator.state == "serving")
+        yield coordinator
+        assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
+    finally:
+        stop.set()
+        await asyncio.wait(tasks[1:], timeout=5)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await bus.close()
+
+
+def second_coordinator(it: Kept) -> AbstractAsyncContextManager[Coordinator]:
+    return coordinating(it.running.url, "cache-u", it.running, it.client, it.root)
 
 
 async def test_a_prompt_outlives_its_worker_and_its_coordinator(nats_url: str, tmp_path: Path) -> None:
@@ -250,6 +264,37 @@ async def test_tenants_do_not_see_each_other(nats_url: str, tmp_path: Path) -> N
         placement = await it.place("theirs", prompt, tenant="other")
         assert (placement.store_blocks, placement.decode_hit_blocks) == (0, 0)
         assert placement.miss == "never seen"
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "perturbed-weights"}, {"layout": OTHER_LAYOUT}])
+async def test_another_model_or_dtype_finds_nothing_under_the_same_folder(
+    nats_url: str, tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Row 49: weights and dtype are part of every name."""
+    prompt = prompt_of(200)
+    async with kept(nats_url, tmp_path) as it:
+        await it.ask("one", prompt)
+        await it.written(12)
+        card = replace(CARD, **change)  # type: ignore[arg-type]
+        names = block_names(root_name(card.fingerprint, card.layout.fingerprint, "default"), prompt, BLOCK)
+        assert it.coordinator.store is not None and it.coordinator.store.run_of(names) == 0
+        objects = ObjectFormat(card.fingerprint, card.layout)
+        record = BlockRecord(names[0], tuple(prompt[:BLOCK]))
+        target = memoryview(bytearray(card.layout.block_bytes))
+        with pytest.raises(ObjectDamaged, match="not these"):
+            read_blocks(it.store, objects, it.objects()[0].key, 0, [record], [target])
+
+
+async def test_each_copy_of_the_coordinator_knows_everything(nats_url: str, tmp_path: Path) -> None:
+    prompt = prompt_of(200)
+    async with kept(nats_url, tmp_path) as it, second_coordinator(it) as copy:
+        await it.ask("one", prompt)
+        await it.written(12)
+        root = root_name(CARD.fingerprint, CARD.layout.fingerprint, "default")
+        names = block_names(root, prompt, BLOCK)
+        assert copy.store is not None
+        await it.client.until(lambda: copy.store.run_of(names) == 12)  # type: ignore[union-attr]
+        await it.client.until(lambda: copy.index.runs(names) == {"decode-1": 12})
 
 
 async def test_eviction_leaves_room_and_says_so(nats_url: str, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def damage(store: MemoryStore, key: str, change: Callable[[bytearray], None]) ->
     store.objects[key] = bytes(data)
 
 
+def flip(at: int, bit: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[at] ^= bit
+
+    return change
+
+
 def reason(store: Store, key: str, chain: Chain = CHAIN, first: int = 0) -> str:
     with pytest.raises(ObjectDamaged) as caught:
         chain.read(store, key, first)
@@ -113,7 +120,7 @@ def test_every_flipped_byte_of_the_header_is_found(store: MemoryStore, stored: S
     whole = store.objects[stored.key]
     for at in range(HEADER_BYTES):
         for bit in (1, 128):
-            damage(store, stored.key, lambda data, at=at, bit=bit: data.__setitem__(at, data[at] ^ bit))
+            damage(store, stored.key, flip(at, bit))
             expected = "version" if 8 <= at < 12 else "header"
             assert (at, reason(store, stored.key)) == (at, expected)
             with pytest.raises(ObjectDamaged):
@@ -135,7 +142,7 @@ def test_every_flipped_byte_of_a_block_is_found_by_who_reads_it(
 ) -> None:
     whole = store.objects[stored.key]
     for at in range(ALIGN, len(whole)):
-        damage(store, stored.key, lambda data, at=at: data.__setitem__(at, data[at] ^ 0x10))
+        damage(store, stored.key, flip(at, 0x10))
         assert reason(store, stored.key) == "checksum"
         block = (at - ALIGN) // LAYOUT.block_bytes
         assert CHAIN.read(store, stored.key, 0, block) == CHAIN.data[:block]  # blocks before it are of use
