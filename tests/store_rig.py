@@ -77,6 +77,7 @@ class MemoryStore:
     """`objects` may be changed at will; `failure`, where set, is what every call raises."""
 
     url = "memory:"
+    num_unreadable = 0
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -108,6 +109,9 @@ class MemoryStore:
         if self.failure:
             raise self.failure
         yield [StoredObject(key, len(data), self.used_s.get(key, 0.0)) for key, data in self.objects.items()]
+
+    def remove_leftovers(self) -> int:
+        return 0
 
     def touch(self, keys: Iterable[str]) -> None:
         self.used_s.update({key: time.time() for key in keys if key in self.objects})

@@ -57,6 +57,7 @@ class Store(Protocol):
     """Any number of processes may use one store at once."""
 
     url: str
+    num_unreadable: int  # folders that the last listing could not read
 
     def put(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
         """Writes the parts, one after the other, as one object. Whoever is killed here leaves no object behind.
@@ -75,6 +76,10 @@ class Store(Protocol):
 
     def list(self) -> Iterator[list[StoredObject]]:
         """All objects, in pages, in any order. Files that are no objects are left out. Raises StoreError."""
+        ...
+
+    def remove_leftovers(self) -> int:
+        """Deletes what killed processes left half written, if that is kept at all; returns how many. Never raises."""
         ...
 
     def touch(self, keys: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 KEY_BYTES: Final = 10
+_OBJECTS: Final = b"baton.object/1"  # with the version of header.py
 MAX_BLOCKS: Final = 14
 _CHARS: Final = 16  # base32 of KEY_BYTES, without padding
 _TAG_CHARS: Final = 16
@@ -80,9 +81,12 @@ def block_key(name: bytes) -> bytes:
 
 
 def namespace_digest(model_fingerprint: str, layout_fingerprint: str) -> bytes:
-    """32 bytes that two workers share if their blocks may be exchanged. Parts are length-prefixed as in names."""
+    """32 bytes that two workers share if their blocks may be exchanged. Parts are length-prefixed as in names.
+
+    Versions of the object format have folders of their own: two that share a store never read each other's objects.
+    """
     hasher = hashlib.sha256()
-    for part in (model_fingerprint.encode(), layout_fingerprint.encode()):
+    for part in (_OBJECTS, model_fingerprint.encode(), layout_fingerprint.encode()):
         hasher.update(struct.pack("<Q", len(part)))
         hasher.update(part)
     return hasher.digest()

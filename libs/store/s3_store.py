@@ -63,6 +63,7 @@ class S3Store:
         prefix = parts.path.strip("/")
         if parts.scheme != "s3" or not parts.netloc:
             raise ValueError(f"{url!r}: use s3://bucket[/prefix]")
+        self.num_unreadable = 0
         self.url = f"s3://{parts.netloc}/{prefix}".rstrip("/")
         self._bucket = obstore.store.S3Store(
             parts.netloc,
@@ -136,6 +137,10 @@ class S3Store:
                     yield found
         except _ERRORS as error:
             raise StoreError(f"cannot list {self.url}: {_text(error)}") from error
+
+    def remove_leftovers(self) -> int:
+        """None: an object appears whole, or not at all."""
+        return 0
 
     def touch(self, keys: Iterable[str]) -> None:
         """Nothing: an object's time cannot be set, and copying it on itself costs more than it tells."""

@@ -35,6 +35,7 @@ from services.cache.misses import Misses
 TICK_S: Final = 0.2
 OFFER_S: Final = 30.0  # what a worker was told to write is asked of nobody else for so long
 MAX_OFFERED: Final = 1 << 20
+MAX_USED: Final = 65_536  # objects to be touched at once; more are not
 DELETES_PER_ROUND: Final = 256
 REMOVED_PER_MESSAGE: Final = 1024  # about 200 bytes each: far below NATS's max_payload
 SCAN_TIMEOUT_S: Final = 600.0
@@ -68,6 +69,7 @@ class StoreKeeper:
         self._wall_s = wall_s
         self._offered: dict[bytes, float] = {}  # by block key: until when, oldest first
         self._to_delete: set[str] = set()  # damaged objects
+        self._used: dict[str, None] = {}  # objects since the last time the store was told
         self._listed = asyncio.Event()
 
     async def run(self) -> None:
@@ -78,6 +80,7 @@ class StoreKeeper:
                 await self._scan()
                 next_scan_s = time.monotonic() + self._rescan_s
             await self._delete()
+            await self._touch()
             await asyncio.sleep(TICK_S)
 
     async def settle(self, timeout_s: float) -> None:
@@ -92,7 +95,10 @@ class StoreKeeper:
         return self.index.run(names)
 
     def use(self, names: Sequence[bytes]) -> None:
+        """A request uses these blocks. The store is told soon, so that a later coordinator knows it too."""
         self.index.use(names, self._wall_s())
+        if len(self._used) < MAX_USED:
+            self._used.update(dict.fromkeys(each.path for each in self.index.locate(names)))
 
     def locate(self, request: StoreLocate) -> StoreLocated:
         found = self.index.locate(request.names)
@@ -122,7 +128,7 @@ class StoreKeeper:
             if removed.reason not in (EVICTED, "gone") and is_key(removed.key):
                 self._to_delete.add(removed.key)
         if news.used:
-            self.index.use(news.used, now_s)
+            self.index.use(news.used, now_s)  # the sender's coordinator touches them
 
     def detail(self) -> dict[str, str | int | float]:
         """For `baton status` and `baton cache stats`."""
@@ -134,6 +140,7 @@ class StoreKeeper:
             "store_mib": round(self.index.num_bytes / 2**20, 1),
             "store_capacity_mib": round(self.index.capacity_bytes / 2**20),
             "store_scans": self.num_scans,
+            "store_unreadable": self._store.num_unreadable,
             **{f"store_removed_{reason}": count for reason, count in self.removed.items()},
         }
 
@@ -165,6 +172,7 @@ class StoreKeeper:
             self.problem = ""
             self.index.end_scan()
             self.num_scans += 1
+            await asyncio.to_thread(self._store.remove_leftovers)
         self._listed.set()
 
     async def _delete(self) -> None:
@@ -181,6 +189,12 @@ class StoreKeeper:
         for start in range(0, len(removed), REMOVED_PER_MESSAGE):
             part = removed[start : start + REMOVED_PER_MESSAGE]
             self._tell(StoreChanged(sender=self._instance_id, removed=part))
+
+    async def _touch(self) -> None:
+        """Heads of chains last: what is touched later is deleted later."""
+        used, self._used = list(self._used), {}
+        if used:
+            await asyncio.to_thread(self._store.touch, reversed(used))
 
     def _delete_all(self, paths: list[str]) -> list[StoreError]:
         failed = []

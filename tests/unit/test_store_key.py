@@ -22,7 +22,7 @@ from libs.store.key import (
 
 ROOT = root_name("m", "l", "default")
 NAMES = block_names(ROOT, range(32), 16)
-GOLDEN = "9891c78c63693304/37a8eec1ce19687d/go/j6zpd7xx6j5bggxf4esbndcdmdrvwhxmgo7uqx52zrjrlkx2"
+GOLDEN = "ce4c8d40a86ddd35/37a8eec1ce19687d/go/j6zpd7xx6j5bggxf4esbndcdmdrvwhxmgo7uqx52zrjrlkx2"
 
 tags = st.text("0123456789abcdef", min_size=16, max_size=16)
 block_keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
