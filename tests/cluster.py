@@ -40,7 +40,8 @@ from libs.wire.messages import (
     Token,
 )
 from libs.worker.card import ModelCard
-from libs.worker.host import Host, Identity
+from libs.worker.host import Host
+from libs.worker.report import Identity
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
 

@@ -9,11 +9,8 @@ A worker of either role gives the host its handlers (`Role`) and otherwise only 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from libs.engine.engine import Engine
 from libs.engine.kv.cache import KvCache
@@ -39,9 +36,9 @@ from libs.worker.card import ModelCard
 from libs.worker.durable import Durable
 from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
+from libs.worker.report import Identity, Report, State
 from libs.worker.store_loader import StoreLoader
 
-State = Literal["serving", "draining", "stopped"]
 EVENT_INTERVAL_S = 0.05
 REAP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
@@ -73,15 +70,6 @@ class Worker(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who a worker is, in this life of its process."""
-
-    role: wire.Role
-    worker_id: str
-    epoch: int  # ns since 1970
 
 
 class Host:
@@ -133,6 +121,7 @@ class Host:
             if store is None
             else Durable(identity.worker_id, store, card, self.kv, pool, bus, self.outbox)
         )
+        self._report = Report(identity, settings, card, self.kv, self.engine.scheduler)
         self._feed = BlockFeed(self.kv, identity.worker_id, identity.epoch)
         self._pins = Pins(self.kv, self.leases, self.pool_ref)
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,6 +177,10 @@ class Host:
         scheduler = self.engine.scheduler
         scheduler.check(num_prompt_tokens + 1, num_held=num_requests - scheduler.num_sequences)
 
+    def _detail(self) -> dict[str, str | int | float]:
+        store = self._durable.detail() if self._durable is not None else {"store": "none"}
+        return {"leases": self.leases.count, "layout": self.card.layout.fingerprint, **store}
+
     async def _start(self, worker: Worker) -> None:
         who = self.identity
         self._worker = worker
@@ -197,7 +190,7 @@ class Host:
         await self.bus.subscribe(subjects.dump(who.worker_id), (wire.DumpRequest,), self._dump)
 
         async def status(message: wire.StatusRequest, incoming: Incoming) -> wire.ServiceStatus:
-            return self._status(worker.num_requests)
+            return self._report.status(worker.num_requests, self.state, self._detail())
 
         async def abort(message: wire.Abort, incoming: Incoming) -> None:
             worker.abort(message.request_id, message.attempt)
@@ -253,31 +246,9 @@ class Host:
             await asyncio.sleep(self.settings.heartbeat_s)
 
     def _heartbeat(self, worker: Worker) -> None:
-        who, card = self.identity, self.card
-        beat = wire.Heartbeat(
-            worker_id=who.worker_id,
-            role=who.role,
-            epoch=who.epoch,
-            model=card.name,
-            model_fingerprint=card.fingerprint,
-            layout=card.layout.fingerprint,
-            context_length=card.context_length,
-            block_size=card.layout.block_size,
-            load=self._load(worker.num_requests),
-            state=self.state,
-        )
+        who = self.identity
+        beat = self._report.heartbeat(worker.num_requests, self.state)
         self.outbox.put(subjects.heartbeat(who.role, who.worker_id), beat)
-
-    def _load(self, num_requests: int) -> wire.Load:
-        running = self.engine.scheduler.num_running
-        return wire.Load(
-            waiting=max(num_requests - running, 0),
-            running=running,
-            blocks_free=self.kv.free,
-            blocks_cached=self.kv.cached,
-            blocks_total=self.kv.total,
-            queue_limit=self.settings.max_queue,
-        )
 
     async def _publish_events(self) -> None:
         subject = subjects.block_events(self.identity.worker_id)
@@ -297,23 +268,6 @@ class Host:
 
     async def _dump(self, request: wire.DumpRequest, incoming: Incoming) -> wire.Dump:
         return self._feed.dump(request)
-
-    def _status(self, num_requests: int) -> wire.ServiceStatus:
-        return wire.ServiceStatus(
-            service=self.identity.role,
-            instance_id=self.identity.worker_id,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started_ns=self.identity.epoch,
-            state=self.state,
-            model=self.card.name,
-            load=self._load(num_requests),
-            detail={
-                "leases": self.leases.count,
-                "layout": self.card.layout.fingerprint,
-                **(self._durable.detail() if self._durable is not None else {"store": "none"}),
-            },
-        )
 
 
 def _exporter(identity: Identity, settings: Settings, card: ModelCard, pool: KvPool) -> ShmExporter:

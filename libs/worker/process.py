@@ -21,7 +21,8 @@ from libs.wire.messages import Role
 from libs.worker.capacity import kv_blocks
 from libs.worker.card import card_of
 from libs.worker.durable import open_durable_store
-from libs.worker.host import Host, Identity, Worker
+from libs.worker.host import Host, Worker
+from libs.worker.report import Identity
 
 _SWITCH_S: Final = (
     0.0005  # the engine's thread gets Python back from the event loop after this, not after 5 ms

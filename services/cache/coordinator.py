@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from libs.placement.index import BlockIndex
-from libs.placement.load import InFlight, Share
+from libs.placement.load import InFlight
 from libs.placement.policy import Policy
 from libs.placement.view import Prompt, Worker
 from libs.service.bus import Bus, Incoming
@@ -40,14 +40,10 @@ from libs.wire.messages import (
 from libs.wire.store_messages import (
     Explain,
     Explained,
-    StoreChanged,
-    StoreLocate,
-    StoreLocated,
-    StoreOffer,
-    StoreWanted,
 )
 from services.cache.fleet import Change, Fleet
 from services.cache.misses import Misses
+from services.cache.shares import shares_of
 from services.cache.store_keeper import StoreKeeper
 from services.cache.sync import Pages, Synchroniser
 
@@ -113,7 +109,7 @@ class Coordinator:
             await self._warm_up()
             if self.store is not None:
                 await self.store.settle(SETTLE_TIMEOUT_S)
-                await self._listen_to_store(bus, self.store)
+                await self.store.listen(bus, QUEUE_GROUP)
             await bus.subscribe(subjects.EXPLAIN, (Explain,), self.on_explain, queue=QUEUE_GROUP)
             await bus.subscribe(subjects.ROUTE, (Route,), self.on_route, queue=QUEUE_GROUP)
             self.state = "serving"
@@ -145,7 +141,7 @@ class Coordinator:
             raise self._no_worker(route, workers)
         miss = self._miss(route.names, max([in_store, *runs.values()]))
         placement = msgspec.structs.replace(placement, miss=miss)
-        self.in_flight.dispatch(route.request_id, _shares(prompt, placement, workers), self._clock())
+        self.in_flight.dispatch(route.request_id, shares_of(prompt, placement, workers), self._clock())
         log.debug(
             "placed",
             request_id=route.request_id,
@@ -234,21 +230,6 @@ class Coordinator:
         )
         await bus.subscribe(subjects.HEARTBEATS, (Heartbeat,), self.on_heartbeat)
 
-    async def _listen_to_store(self, bus: Bus, store: StoreKeeper) -> None:
-        async def offer(message: StoreOffer, incoming: Incoming) -> StoreWanted:
-            return store.offer(message)
-
-        async def locate(message: StoreLocate, incoming: Incoming) -> StoreLocated:
-            return store.locate(message)
-
-        async def changed(message: StoreChanged, incoming: Incoming) -> None:
-            if message.sender != self.instance_id:
-                store.changed(message)
-
-        await bus.subscribe(subjects.STORE_CHANGED, (StoreChanged,), changed)
-        await bus.subscribe(subjects.STORE_OFFER, (StoreOffer,), offer, queue=QUEUE_GROUP)
-        await bus.subscribe(subjects.STORE_LOCATE, (StoreLocate,), locate, queue=QUEUE_GROUP)
-
     async def _keep_store(self) -> None:
         if self.store is None:
             await asyncio.Event().wait()  # nothing to keep, and nothing that could end
@@ -326,21 +307,6 @@ class Coordinator:
         if strays := self.fleet.strays():
             detail["mismatch"] = _name_strays(strays)
         return detail
-
-
-def _shares(prompt: Prompt, placement: Placement, workers: list[Worker]) -> dict[str, Share]:
-    """What the placement asks of each worker. Blocks that are pulled are not computed."""
-    by_id = {worker.worker_id: worker for worker in workers}
-    decode = by_id[placement.decode]
-    blocks = decode.blocks_for(prompt)
-    sources = placement.decode_sources if placement.prefill is None else placement.prefill_sources
-    computing = decode if placement.prefill is None else by_id[placement.prefill]
-    fetched = [placement.store_blocks, *(source.num_blocks for source in sources)]
-    held_blocks = max([computing.hit_blocks, *fetched])
-    tokens = max(1, prompt.num_tokens - held_blocks * computing.block_size)
-    shares = {decode.worker_id: Share(tokens=0, blocks=blocks)}
-    shares[computing.worker_id] = Share(tokens=tokens, blocks=blocks)
-    return shares
 
 
 def _name_strays(strays: list[Heartbeat]) -> str:

@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from libs.service.bus import Bus, Incoming
 from libs.service.logs import get_logger
 from libs.store.index import StoreIndex
 from libs.store.interface import Store, StoredObject, StoreError
 from libs.store.key import ObjectKey, block_key, is_key
+from libs.wire import subjects
 from libs.wire.store_messages import (
     StoreChanged,
     StoreLocate,
@@ -87,6 +89,23 @@ class StoreKeeper:
         """Waits for the first listing, or until the time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._listed.wait(), timeout_s)
+
+    async def listen(self, bus: Bus, queue: str) -> None:
+        """News for every coordinator, questions for one of `queue`."""
+
+        async def offer(message: StoreOffer, incoming: Incoming) -> StoreWanted:
+            return self.offer(message)
+
+        async def locate(message: StoreLocate, incoming: Incoming) -> StoreLocated:
+            return self.locate(message)
+
+        async def changed(message: StoreChanged, incoming: Incoming) -> None:
+            if message.sender != self._instance_id:
+                self.changed(message)
+
+        await bus.subscribe(subjects.STORE_CHANGED, (StoreChanged,), changed)
+        await bus.subscribe(subjects.STORE_OFFER, (StoreOffer,), offer, queue=queue)
+        await bus.subscribe(subjects.STORE_LOCATE, (StoreLocate,), locate, queue=queue)
 
     # ------------------------------------------------------------ questions
 
