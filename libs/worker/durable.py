@@ -68,7 +68,7 @@ class Durable:
             bus,
             outbox,
             compute_rate=lambda: self.rate.tokens_per_s,
-            stored=self.writer.stored,
+            on_loaded=self.writer.loaded,
             clock=clock,
         )
         self._store = store

@@ -68,7 +68,7 @@ class StoreLoader:
         outbox: Outbox,
         *,
         compute_rate: Callable[[], float],
-        stored: Callable[[list[bytes]], None],
+        on_loaded: Callable[[list[bytes]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_loaded = 0  # blocks
@@ -81,7 +81,7 @@ class StoreLoader:
         self._bus = bus
         self._outbox = outbox
         self._compute_rate = compute_rate
-        self._stored = stored
+        self._on_loaded = on_loaded
         self._clock = clock
         self._threads = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="store-read")
 
@@ -213,7 +213,7 @@ class StoreLoader:
         """`names`: of all blocks of the prompt so far, the last `loaded` of which came from the store."""
         tokens = loaded * self._kv.block_size
         self.num_loaded += loaded
-        self._stored(list(names[-loaded:]))
+        self._on_loaded(list(names[-loaded:]))
         seq.num_computed += tokens
         seq.num_cached += tokens
         seq.num_from_store += tokens

@@ -34,7 +34,6 @@ from libs.wire.store_messages import StoreAdded, StoreChanged, StoreOffer, Store
 OBJECT_BLOCKS: Final = 8
 OBJECT_BYTES: Final = 8 << 20  # larger blocks make smaller groups
 MAX_WAITING_BLOCKS: Final = 65_536
-MAX_KNOWN: Final = 262_144  # names that this worker has read from or written to the store
 IDLE_S: Final = 1.0  # a run that does not grow for so long is written as it is
 TICK_S: Final = 0.25
 RUNS_PER_OFFER: Final = 32
@@ -108,7 +107,7 @@ class WriteBehind:
         self._limit = object_blocks(pool.layout)
         self._growing: OrderedDict[bytes, Run] = OrderedDict()  # by tail, longest idle first
         self._ready: deque[Run] = deque()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._loaded: set[bytes] = set()  # names about to be given to blocks that the store has
         self._num_waiting = 0
         self._work = asyncio.Event()
         self._pause_s = 0.0
@@ -121,13 +120,9 @@ class WriteBehind:
         """Blocks that are not written yet."""
         return self._num_waiting
 
-    def stored(self, names: list[bytes]) -> None:
-        """These are in the store already: they came from there."""
-        for name in names:
-            self._known[name] = None
-            self._known.move_to_end(name)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+    def loaded(self, names: list[bytes]) -> None:
+        """Blocks that came from the store are about to get these names: they need not be offered to it."""
+        self._loaded = set(names)
 
     async def run(self) -> None:
         """Writes until cancelled."""
@@ -158,15 +153,15 @@ class WriteBehind:
         size = self._kv.block_size
         for index in range(first, len(seq.names)):
             name = seq.names[index]
-            if name in self._known:
+            if name in self._loaded:
                 continue
             if self._num_waiting >= MAX_WAITING_BLOCKS:
                 self.counts.dropped += 1
                 continue
-            self.stored([name])  # once is enough, whatever becomes of it
             parent = seq.names[index - 1] if index else seq.root
             record = BlockRecord(name, tuple(seq.tokens[index * size : (index + 1) * size]))
             self._append(seq.tenant, parent, record)
+        self._loaded = set()
 
     def _append(self, tenant: str, parent: bytes, record: BlockRecord) -> None:
         run = self._growing.pop(parent, None) or Run(tenant, parent)
@@ -258,8 +253,6 @@ class WriteBehind:
         self.problem, self._pause_s = error.message, pause_s
         self._paused_until_s = self._clock() + pause_s
         self.counts.dropped += len(run.blocks)
-        for block in run.blocks:
-            self._known.pop(block.name, None)
 
 
 def object_blocks(layout: KvLayout) -> int:

@@ -35,6 +35,7 @@ from libs.wire.store_messages import (
 from services.cache.misses import Misses
 
 TICK_S: Final = 0.2
+REST: Final = 20  # a listing that takes long is not begun again before so many times as long
 OFFER_S: Final = 30.0  # what a worker was told to write is asked of nobody else for so long
 MAX_OFFERED: Final = 1 << 20
 MAX_USED: Final = 65_536  # objects to be touched at once; more are not
@@ -78,9 +79,11 @@ class StoreKeeper:
         """Lists, deletes, lists again, until cancelled."""
         next_scan_s = 0.0
         while True:
-            if time.monotonic() >= next_scan_s:
+            began_s = time.monotonic()
+            if began_s >= next_scan_s:
                 await self._scan()
-                next_scan_s = time.monotonic() + self._rescan_s
+                ended_s = time.monotonic()
+                next_scan_s = ended_s + max(self._rescan_s, REST * (ended_s - began_s))
             await self._delete()
             await self._touch()
             await asyncio.sleep(TICK_S)

@@ -53,13 +53,19 @@ def row(status: ServiceStatus) -> tuple[str, ...]:
     return (
         status.service,
         status.instance_id,
-        status.state,
+        _state(status),
         status.model or "-",
         "-" if running is None else str(running),
         "-" if load is None else f"{load.waiting}/{load.queue_limit}",
         "-" if load is None else f"{load.blocks_free}/{load.blocks_cached}/{load.blocks_total}",
         status.address or "-",
     )
+
+
+def _state(status: ServiceStatus) -> str:
+    """With what is wrong, if a process serves all the same."""
+    store = status.detail.get("store", "ok")
+    return status.state if store in ("ok", "none") else f"{status.state} (store: {store})"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

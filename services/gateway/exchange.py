@@ -130,7 +130,8 @@ class Exchange:
             attributes["gen_ai.usage.cache_read.input_tokens"] = cached
             attributes["baton.cache.from_peer"] = outcome.cached.from_peer
             attributes["baton.cache.from_store"] = outcome.cached.from_store
-            attributes["baton.cache.miss"] = outcome.cached.miss
+            if outcome.cached.miss:
+                attributes["baton.cache.miss"] = outcome.cached.miss
             attributes["gen_ai.response.finish_reasons"] = (outcome.finish_reason,)
         if life.first_text_ns is not None and life.last_text_ns is not None:
             ttft_s = (life.first_text_ns - self.arrived_ns) / 1e9

@@ -44,6 +44,12 @@ def test_a_gateway_shows_its_requests_and_address() -> None:
     assert cells == ("gateway", "gateway-1", "serving", "-", "0", "-", "-", "http://127.0.0.1:8000")
 
 
+def test_a_store_that_fails_shows_while_the_worker_serves() -> None:
+    assert row(status("decode", detail={"store": "no space left"}))[2] == "serving (store: no space left)"
+    for quiet in ("ok", "none"):
+        assert row(status("decode", detail={"store": quiet}))[2] == "serving"
+
+
 def test_columns_line_up() -> None:
     lines = table([("A", "B"), ("long", "x"), ("s", "-")]).splitlines()
     assert lines == ["A     B", "long  x", "s     -"]
