@@ -113,6 +113,7 @@ class Cluster:
 class Answer:
     tokens: list[Token] = field(default_factory=list)
     end: Finished | Failed | None = None
+    first_seq: int = 0  # tokens that an earlier worker had sent
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -139,8 +140,9 @@ class Client:
             if answer.end is not None:
                 self.errors.append(f"{output.request_id}: {output} after {answer.end}")
             if isinstance(output, Delta):
-                if output.seq != len(answer.tokens):
-                    self.errors.append(f"{output.request_id}: seq {output.seq} after {len(answer.tokens)}")
+                expected = answer.first_seq + len(answer.tokens)
+                if output.seq != expected:
+                    self.errors.append(f"{output.request_id}: seq {output.seq}, expected {expected}")
                 answer.tokens.extend(output.tokens)
             else:
                 answer.end = output
@@ -158,6 +160,7 @@ class Client:
         prefill_sources: tuple[Source, ...] = (),
         decode_sources: tuple[Source, ...] = (),
         store_blocks: int = 0,
+        emitted: list[int] | None = None,
         tenant: str = "default",
         stop_token_ids: tuple[int, ...] = (),
         attempt: int = 0,
@@ -175,7 +178,13 @@ class Client:
             "deadline_ns": time.time_ns() + int(deadline_s * 1e9),
             "sent_ns": time.time_ns(),
         }
-        generate = Generate(**common, remote_prefill=prefill is not None, sources=decode_sources)
+        self.answers[request_id].first_seq = len(emitted or ())
+        generate = Generate(
+            **{**common, "prompt": tuple(prompt + (emitted or []))},
+            num_emitted=len(emitted or ()),
+            remote_prefill=prefill is not None,
+            sources=decode_sources,
+        )
         await self.bus.request(subjects.submit("decode", decode), generate, Accepted, timeout_s=2)
         if prefill is not None:
             message = Prefill(**common, decode_worker=decode, sources=prefill_sources)

@@ -123,6 +123,10 @@ class FakeWorker:
         self._beating = asyncio.create_task(self._beat())
         return self
 
+    def die_soon(self) -> None:
+        """For behaviours, which die with their worker."""
+        self._death = asyncio.ensure_future(self.die())
+
     async def die(self) -> None:
         """Without a word."""
         if self._beating is not None:
@@ -210,9 +214,11 @@ class FakeWorker:
 
 
 async def emit_script(worker: FakeWorker, request: Generate) -> None:
-    """As a real worker: one token a step, until the limit, an end token, or an abort."""
+    """As a real worker: a token a step, from where an earlier one stopped, until the limit, an end token, an abort."""
     limits = request.limits
     for sent, token in enumerate(worker.script):
+        if sent < request.num_emitted:
+            continue
         if worker.step_s:
             await asyncio.sleep(worker.step_s)
         if worker.is_aborted(request):
@@ -335,7 +341,7 @@ def completion(prompt: Any = "Once", **fields: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def rig(nats_url: str, tmp_path: Path, **settings: Any) -> AsyncIterator[Rig]:
     """A gateway that serves; closed, and checked to hold nothing, at the end."""
-    defaults = Settings(nats_url=nats_url, state_dir=tmp_path, port=0, drain_timeout_s=5.0)
+    defaults = Settings(nats_url=nats_url, state_dir=tmp_path, port=0, drain_timeout_s=5.0, recovery_s=0.3)
     spans = InMemorySpanExporter()
     telemetry = Telemetry("gateway", "gw-test", spans)
     model = Model(MODEL, FINGERPRINT, CONTEXT, text_model())

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 
+_SLICE = 128  # names that a lookup judges together
 MAX_SHARED_MASKS = 65_536  # combinations of holders that are kept as one object each
 
 
@@ -106,13 +107,17 @@ class BlockIndex:
         known, alive = self._names, self._live
         if not alive:
             return runs
-        for position, mask in enumerate(map(known.get, names, repeat(0))):
-            if mask & alive != alive:
-                if position:
-                    runs.update((worker_id, position) for worker_id in self._named(alive & ~mask))
-                alive &= mask
-                if not alive:
-                    return runs
+        for start in range(0, len(names), _SLICE):
+            masks = list(map(known.get, names[start : start + _SLICE], repeat(0)))
+            if all(mask & alive == alive for mask in set(masks)):
+                continue  # nearly always: nobody's run ends here
+            for position, mask in enumerate(masks, start):
+                if mask & alive != alive:
+                    if position:
+                        runs.update((worker_id, position) for worker_id in self._named(alive & ~mask))
+                    alive &= mask
+                    if not alive:
+                        return runs
         if names:
             runs.update((worker_id, len(names)) for worker_id in self._named(alive))
         return runs

@@ -44,8 +44,8 @@ class LongestPrefix:
     slack_tokens: int = 64  # differences up to this are noise next to the cost of uneven load
     credit_tokens: int = 1024  # holding so much of a prefix outweighs one more request in the batch
     kv_weight: float = 16.0  # a full pool is as bad as this many more requests
-    peer_cost: float = 0.05  # of computing a token: fetching its KV from a peer
-    store_cost: float = 0.1  # the same from the store
+    peer_cost: float = 0.02  # of computing a token: fetching its KV from a peer
+    store_cost: float = 0.05  # the same from the store
     num_alternatives: int = 3  # told with a placement
 
     def place(self, prompt: Prompt, workers: Sequence[Worker]) -> Placement | None:

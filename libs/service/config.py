@@ -32,6 +32,7 @@ _POSITIVE: Final = (
     "heartbeat_s",
     "max_inflight",
     "request_timeout_s",
+    "recovery_s",
     "default_max_tokens",
     "max_body_bytes",
     "store_mib",
@@ -95,6 +96,7 @@ class Settings:
     port: int = 8000
     max_inflight: int = 256  # requests a gateway owns at once; more are refused with 429
     request_timeout_s: float = 600.0
+    recovery_s: float = 20.0  # a request that lost its worker waits so long for another
     default_max_tokens: int | None = None  # None: to the end of the context
     max_body_bytes: int = 8 * 1024 * 1024
 

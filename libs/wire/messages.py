@@ -102,7 +102,9 @@ class Generate(Message, frozen=True, kw_only=True, tag="generate/2"):
     """Gateway to decode worker: own this request from its first token to its end.
 
     With `remote_prefill` the worker waits for Offers of the prompt's blocks; without, it computes the
-    prompt itself. `attempt` grows when the gateway places the same request again; older attempts are void.
+    prompt itself. `attempt` grows when the gateway places the same request again; older attempts are void. Where
+    an earlier worker had answered in part, the last `num_emitted` tokens of `prompt` are that part: tokens go on being
+    numbered from there, and count towards `limits`.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class Generate(Message, frozen=True, kw_only=True, tag="generate/2"):
     sampling: Sampling
     limits: Limits
     remote_prefill: bool
+    num_emitted: int = 0
     sources: tuple[Source, ...] = ()
     store_blocks: int = 0  # the store holds the prompt's first blocks, this many
     deadline_ns: int  # ns since 1970

@@ -75,7 +75,7 @@ class PrefixPuller:
 
     def _missing(self, seq: Sequence) -> tuple[bytes, ...]:
         size = self._kv.block_size
-        usable = (seq.num_tokens - 1) // size * size  # one token is left to compute: its logits are wanted
+        usable = seq.num_tokens // size * size
         return block_names(seq.root, seq.tokens[:usable], size)[len(seq.blocks) :]
 
     async def _pin(self, worker_id: str, names: tuple[bytes, ...], context: Context) -> Pinned:
@@ -92,7 +92,7 @@ class PrefixPuller:
         pulled = len(pinned.block_ids) * self._kv.block_size
         confirmed = False
         try:
-            if not self._kv.grow(seq, seq.num_computed + pulled):
+            if not self._kv.grow(seq, before * self._kv.block_size + pulled):
                 raise TransferError("no free blocks to pull into")
             copies = list(zip(pinned.block_ids, seq.blocks[before:], strict=True))
             await self._links.pull(pinned.pool, copies, self._timeout_s)
@@ -102,8 +102,9 @@ class PrefixPuller:
             if not confirmed:
                 self._kv.release(seq)
                 self._outbox.put(subjects.release(pinned.pool.worker_id), Release(lease_id=pinned.lease_id))
-        seq.num_computed += pulled
-        seq.num_cached += pulled
-        seq.num_from_peer += pulled
+        gained = min(pulled, seq.num_tokens - 1 - seq.num_computed)  # the last token is computed: for its logits
+        seq.num_computed += gained
+        seq.num_cached += gained
+        seq.num_from_peer += gained
         self._kv.commit(seq)
-        return pulled
+        return gained

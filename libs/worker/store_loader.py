@@ -93,7 +93,7 @@ class StoreLoader:
         """
         size = self._kv.block_size
         have = len(seq.blocks)
-        usable = min(num_blocks, (seq.num_tokens - 1) // size)
+        usable = min(num_blocks, seq.num_tokens // size)
         prefix = block_names(seq.root, seq.tokens[: usable * size], size)
         names = prefix[have:]
         if not names:
@@ -107,9 +107,7 @@ class StoreLoader:
             seq.miss = "no free blocks"
             return 0
         loaded = await self._fill(seq, runs, names[:wanted])
-        if loaded:
-            self._loaded(seq, prefix[: have + loaded], loaded)
-        return loaded * size
+        return self._loaded(seq, prefix[: have + loaded], loaded) if loaded else 0
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -209,9 +207,10 @@ class StoreLoader:
         waiter = asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
         waiter.add_done_callback(lambda done: self._kv.unref(tail))
 
-    def _loaded(self, seq: Sequence, names: tuple[bytes, ...], loaded: int) -> None:
+    def _loaded(self, seq: Sequence, names: tuple[bytes, ...], loaded: int) -> int:
         """`names`: of all blocks of the prompt so far, the last `loaded` of which came from the store."""
-        tokens = loaded * self._kv.block_size
+        # The last token is computed: for its logits.
+        tokens = min(loaded * self._kv.block_size, seq.num_tokens - 1 - seq.num_computed)
         self.num_loaded += loaded
         self._on_loaded(list(names[-loaded:]))
         seq.num_computed += tokens
@@ -219,6 +218,7 @@ class StoreLoader:
         seq.num_from_store += tokens
         self._kv.commit(seq)
         self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, used=names))
+        return tokens
 
 
 def _failed_key(reads: list[Read], loaded: int) -> str:

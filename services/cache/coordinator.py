@@ -9,6 +9,7 @@ once it shows in a worker's heartbeat.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -112,6 +113,8 @@ class Coordinator:
                 await self.store.listen(bus, QUEUE_GROUP)
             await bus.subscribe(subjects.EXPLAIN, (Explain,), self.on_explain, queue=QUEUE_GROUP)
             await bus.subscribe(subjects.ROUTE, (Route,), self.on_route, queue=QUEUE_GROUP)
+            gc.collect()
+            gc.freeze()  # millions of names and objects that stay: no collection has to look at them again
             self.state = "serving"
             log.info("serving", workers=len(self.fleet), names=len(self.index))
             await asyncio.wait([timer, keeper, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -130,9 +133,7 @@ class Coordinator:
         self.counters.routes += 1
         started_s = self._clock()
         runs = self.index.runs(route.names)
-        in_store = self.store.run_of(route.names) if self.store is not None else 0
-        if self.store is not None and in_store:
-            self.store.use(route.names[:in_store])
+        in_store = self.store.use(route.names) if self.store is not None else 0
         prompt = Prompt(route.num_tokens, frozenset(route.exclude), in_store)
         workers = self._view(runs)
         placement = self._policy.place(prompt, workers)

@@ -116,11 +116,12 @@ class StoreKeeper:
         """Leading blocks that the store holds."""
         return self.index.run(names)
 
-    def use(self, names: Sequence[bytes]) -> None:
-        """A request uses these blocks. The store is told soon, so that a later coordinator knows it too."""
-        self.index.use(names, self._wall_s())
-        if len(self._used) < MAX_USED:
-            self._used.update(dict.fromkeys(each.path for each in self.index.locate(names)))
+    def use(self, names: Sequence[bytes]) -> int:
+        """A request uses the leading blocks that are here: how many. The store is told soon, for later coordinators."""
+        count = self.index.use(names, self._wall_s())
+        if count and len(self._used) < MAX_USED:
+            self._used.update(dict.fromkeys(each.path for each in self.index.locate(names[:count])))
+        return count
 
     def locate(self, request: StoreLocate) -> StoreLocated:
         found = self.index.locate(request.names)

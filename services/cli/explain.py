@@ -81,15 +81,16 @@ async def _explain(text: str, is_chat: bool, tenant: str, settings: Settings) ->
     async with await Bus.connect(settings.nats_url, "baton-explain", timeout_s=CONNECT_TIMEOUT_S) as bus:
         beat = await _heartbeat(bus, fingerprint)
         size = beat.block_size
-        usable = (len(tokens) - 1) // size * size  # the last token is always computed: its logits are wanted
+        usable = len(tokens) // size * size
+        cacheable = min(usable, len(tokens) - 1)  # the last token is always computed: its logits are wanted
         where = (namespace(fingerprint, beat.layout), tenant_tag(tenant))
         names = block_names(root_name(fingerprint, beat.layout, tenant), tokens[:usable], size)
         answer = await bus.request(subjects.EXPLAIN, Explain(names=names), Explained, timeout_s=_ANSWER_S)
     told = Explanation(
         prompt_tokens=len(tokens),
-        cacheable_tokens=usable,
-        workers={each.worker_id: each.num_blocks * size for each in answer.workers},
-        store=answer.store_blocks * size,
+        cacheable_tokens=cacheable,
+        workers={each.worker_id: min(cacheable, each.num_blocks * size) for each in answer.workers},
+        store=min(cacheable, answer.store_blocks * size),
         miss=answer.miss,
     )
     if told.miss and not told.cached_tokens:

@@ -52,6 +52,7 @@ _HELP: Mapping[str, str] = {
     "port": "port the gateway listens on; 0: any free one",
     "max_inflight": "requests a gateway owns at once; more are refused",
     "request_timeout_s": "longest time of one request",
+    "recovery_s": "how long a request that lost its worker waits for another",
     "default_max_tokens": "length of an answer where the client names none (default: the context)",
     "max_body_bytes": "largest request body",
 }

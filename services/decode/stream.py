@@ -16,13 +16,16 @@ from libs.wire.messages import Cached, Delta, Failed, Finished, FinishReason, St
 
 @dataclass(slots=True)
 class Stream:
-    """One request's answer. `num_sent` tokens have been handed to the gateway; `ended` once it has its end."""
+    """One request's answer. `num_sent` tokens have been handed to the gateway, those of earlier workers included;
+    `ended` once it has its end.
+    """
 
     request_id: str
     attempt: int
     gateway_id: str
     context: Context
     num_sent: int = 0
+    has_sent: bool = False  # in this attempt
     ended: bool = False
 
 
@@ -35,7 +38,7 @@ class Streams:
         self._pending: defaultdict[str, list[Delta | Finished | Failed]] = defaultdict(list)
 
     def tokens(self, stream: Stream, tokens: tuple[Token, ...], cached: Cached) -> None:
-        is_first = stream.num_sent == 0
+        is_first = not stream.has_sent
         delta = Delta(
             request_id=stream.request_id,
             attempt=stream.attempt,
@@ -45,6 +48,7 @@ class Streams:
             sent_ns=time.time_ns() if is_first else None,
         )
         stream.num_sent += len(tokens)
+        stream.has_sent = True
         self._pending[stream.gateway_id].append(delta)
 
     def finish(self, stream: Stream, reason: FinishReason, cached: Cached) -> None:

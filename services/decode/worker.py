@@ -70,6 +70,7 @@ class DecodeWorker:
         host = self._host
         host.refuse_if_draining()
         host.card.check_prompt(request.prompt)
+        _check_emitted(request)
         if self._attempts.is_void(request.request_id, request.attempt):
             raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
         host.check_room(len(request.prompt), len(self._jobs))
@@ -86,13 +87,15 @@ class DecodeWorker:
             request_id=engine_id(request.request_id, request.attempt),
             root=root_name(card.fingerprint, card.layout.fingerprint, request.tenant),
             tokens=list(request.prompt),
-            num_prompt_tokens=len(request.prompt),
+            num_prompt_tokens=len(request.prompt) - request.num_emitted,
             sampling=request.sampling,
             limits=request.limits,
             deadline_ns=request.deadline_ns,
             tenant=request.tenant,
         )
-        stream = Stream(request.request_id, request.attempt, request.gateway_id, context)
+        stream = Stream(
+            request.request_id, request.attempt, request.gateway_id, context, num_sent=request.num_emitted
+        )
         return Job(request, context, seq, stream, Spans(self._host.telemetry, context, request))
 
     async def _offer(self, offer: Offer | OfferFailed, incoming: Incoming) -> None:
@@ -190,3 +193,12 @@ class DecodeWorker:
             job.task.cancel()  # while pulling: gives its blocks back by itself, once no thread writes to them
         self._host.engine.abort(job.seq.request_id)
         job.spans.end(time.time_ns(), job.stream.num_sent, code)
+
+
+def _check_emitted(request: Generate) -> None:
+    """Raises RequestRefused for a part of an answer that leaves nothing to continue."""
+    if not 0 <= request.num_emitted < min(len(request.prompt), request.limits.max_tokens):
+        text = f"num_emitted {request.num_emitted} of {len(request.prompt)} tokens, {request.limits.max_tokens} at most"
+        raise RequestRefused(Code.BAD_REQUEST, text, retryable=False)
+    if request.num_emitted and request.remote_prefill:
+        raise RequestRefused(Code.BAD_REQUEST, "an answer is continued without prefill", retryable=False)

@@ -7,7 +7,7 @@ answer in time may still have accepted.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -35,13 +35,17 @@ log = get_logger()
 
 @dataclass(slots=True)
 class Attempt:
-    """`number` counts from 1 and stands in every message; workers void an attempt and all before it."""
+    """`number` counts from 1 and stands in every message; workers void an attempt and all before it.
+
+    `emitted` is what earlier attempts have answered: this one goes on from there.
+    """
 
     parts: Parts
     job: Job
     number: int
     inbox: Inbox
     context: Context
+    emitted: tuple[int, ...] = ()
     expected: Cached = NOTHING_CACHED  # what the coordinator believes is cached
     _holders: list[str | None] = field(default_factory=list)  # who may hold it; None: nobody knows which
 
@@ -54,15 +58,18 @@ class Attempt:
     async def submit(self, exclude: frozenset[str], since_ns: int) -> None:
         """Returns once a decode worker owns the request. Raises BatonError; then `held_by` may still have names."""
         attributes: dict[str, str | int | float] = {"baton.attempt": self.number}
-        self.inbox.expect(self.number, None, None)
+        self.inbox.expect(self.number, None, None, len(self.emitted))
         sent_ns: int | None = None
         try:
-            target = await self.parts.placer.place(self.job, exclude, self.context)
+            target = await self._place(exclude)
             hits = min(target.expected.tokens, len(self.job.prompt) - 1)
             self.expected = msgspec.structs.replace(target.expected, tokens=hits)
             attributes |= _placement(target)
             self.inbox.expect(
-                self.number, target.decode.worker_id, target.prefill.worker_id if target.prefill else None
+                self.number,
+                target.decode.worker_id,
+                target.prefill.worker_id if target.prefill else None,
+                len(self.emitted),
             )
             sent_ns = await self._generate(target)
             if target.prefill is not None:
@@ -77,6 +84,12 @@ class Attempt:
             attributes["baton.prefill.worker"] = self.inbox.prefill or ""
             self.parts.telemetry.record("route", since_ns, max(end_ns, since_ns), self.context, attributes)
 
+    async def _place(self, exclude: frozenset[str]) -> Target:
+        if not self.emitted:
+            return await self.parts.placer.place(self.job, exclude, self.context)
+        longer = replace(self.job, prompt=self.job.prompt + self.emitted)
+        return (await self.parts.placer.place(longer, exclude, self.context)).without_prefill()
+
     async def _generate(self, target: Target) -> int:
         job, sent_ns = self.job, time.time_ns()
         request = Generate(
@@ -84,7 +97,8 @@ class Attempt:
             attempt=self.number,
             gateway_id=self.parts.gateway_id,
             tenant=job.tenant,
-            prompt=job.prompt,
+            prompt=job.prompt + self.emitted,
+            num_emitted=len(self.emitted),
             sampling=job.sampling,
             limits=job.limits,
             remote_prefill=target.prefill is not None,

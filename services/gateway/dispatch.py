@@ -48,11 +48,11 @@ class Inbox:
         self._ended = False
         self._wake = asyncio.Event()
 
-    def expect(self, attempt: int, decode: str | None, prefill: str | None) -> None:
-        """Begins an attempt: only its outputs count from now on."""
+    def expect(self, attempt: int, decode: str | None, prefill: str | None, next_seq: int = 0) -> None:
+        """Begins an attempt: only its outputs count from now on, the first of which is token `next_seq`."""
         self.attempt, self.decode, self.prefill = attempt, decode, prefill
         self._items.clear()
-        self._next_seq = 0
+        self._next_seq = next_seq
         self._ended = False
 
     async def take(self, timeout_s: float) -> list[Item]:
@@ -114,8 +114,10 @@ class Inbox:
         self._add(delta)
 
     def _fail(self, kind: Irregularity, problem: str) -> None:
+        """Messages were lost on the way, which says nothing against the worker; too many tokens do."""
         self._count(kind)
-        self.fail(Code.INTERNAL, f"the answer arrived damaged: {problem}", retryable=True)
+        code = Code.WORKER_LOST if kind == "gap" else Code.INTERNAL
+        self.fail(code, f"the answer arrived damaged: {problem}", retryable=kind == "gap")
 
     def _end(self, output: Finished | Failed) -> None:
         self._ended = True

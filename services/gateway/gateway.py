@@ -135,6 +135,7 @@ class Gateway:
             fleet=self.fleet,
             dispatcher=self._dispatcher,
             placer=Placer(self._bus, self.fleet, self._model.fingerprint, self._offload),
+            recovery_s=self.settings.recovery_s,
         )
         preparer = Preparer(self._model.text, self._offload, self.telemetry, self.settings.default_max_tokens)
         return Answering(

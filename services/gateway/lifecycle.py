@@ -1,7 +1,7 @@
 """One request between the gateway and the workers, from its placement to its end.
 
     start   place, submit to decode, then to prefill          raises when no worker takes it
-    read    what has arrived, as text                         retries while nothing had arrived
+    read    what has arrived, as text                         a lost worker's answer is continued by another
     close   abort what still runs, tell the coordinator       always, whatever happened
 
 Every failure is a BatonError. Nothing here waits past the request's deadline.
@@ -34,9 +34,9 @@ from services.gateway.attempt import Attempt
 from services.gateway.dispatch import Item, WorkerLost
 from services.gateway.job import Job, Outcome
 from services.gateway.parts import Parts
+from services.gateway.recovery import Recovery
 from services.gateway.transcript import Piece, Transcript
 
-MAX_ATTEMPTS: Final = 3
 TOKEN_SILENCE_S: Final = 120.0  # between two tokens; an end that was lost on the way must not hold a client
 log = get_logger()
 
@@ -52,7 +52,8 @@ class Life:
         self._transcript = Transcript(
             parts.text, job.stops, job.limits.stop_token_ids, logprobs=job.sampling.logprobs
         )
-        self._exclude: set[str] = set()
+        self._recovery = Recovery(parts.fleet, parts.recovery_s)
+        self._emitted: list[int] = []  # the answer so far
         self._attempt: Attempt | None = None
         self._failure: BatonError | None = None  # to be raised by the next read
         self._finished: Finished | None = None
@@ -92,17 +93,15 @@ class Life:
 
         Raises BatonError when the request has failed; what had arrived before was returned before.
         """
-        self._raise_failure()
-        items = await self._inbox.take(max(0.0, min(wait_s, self._remaining_s)))
-        tokens = self._sort(items)
-        if self._failure is None and self._finished is None:
-            self._failure = self._overdue()
-        failure = self._failure
-        if failure is not None and not tokens:
-            self._failure = None
-            await self._retry(failure)
-            return None
-        return self._reveal(tokens)
+        if self._failure is None:
+            tokens = self._sort(await self._inbox.take(max(0.0, min(wait_s, self._remaining_s))))
+            if self._failure is None and self._finished is None:
+                self._failure = self._overdue()
+            if tokens or self._failure is None:
+                return self._reveal(tokens)
+        failure, self._failure = self._failure, None
+        await self._retry(failure)
+        return self._reveal([])
 
     def close(self) -> None:
         """Ends the request on all sides. Synchronous, so that a cancelled handler can rely on it; idempotent."""
@@ -119,6 +118,9 @@ class Life:
     def _remaining_s(self) -> float:
         return (self._job.deadline_ns - time.time_ns()) / 1e9
 
+    def _is_late(self) -> bool:
+        return self._remaining_s <= 0
+
     async def _place(self, since_ns: int, earlier: BatonError | None) -> None:
         """Tries until a worker accepts. `earlier` is what a client is told when nobody is left to try."""
         while True:
@@ -126,30 +128,58 @@ class Life:
                 raise self._too_late()
             self.num_attempts += 1
             self._routed = True
-            attempt = Attempt(self._parts, self._job, self.num_attempts, self._inbox, self._context)
+            emitted = tuple(self._emitted)
+            attempt = Attempt(self._parts, self._job, self.num_attempts, self._inbox, self._context, emitted)
             self._attempt = attempt
             try:
-                await attempt.submit(frozenset(self._exclude), since_ns)
+                await attempt.submit(self._recovery.exclude, since_ns)
                 return
             except BatonError as error:
                 if error.code is Code.NO_WORKER and self._inbox.decode is None:
-                    raise earlier or error from None  # nobody is left to try
-                self._give_up(error)
-                earlier, since_ns = error, time.time_ns()
+                    if earlier is None or not await self._recovery.worker_returns(earlier, self._is_late):
+                        raise earlier or error from None  # nobody is left to try
+                else:
+                    self._give_up(error)
+                    earlier = error
+                since_ns = time.time_ns()
 
     async def _retry(self, failure: BatonError) -> None:
+        """The answer so far stands: the next worker goes on from it."""
+        if reason := self._end_by_tokens():
+            self._abort()
+            self._finished = Finished(
+                request_id=self._job.request_id,
+                attempt=self.num_attempts,
+                reason=reason,
+                num_tokens=len(self._emitted),
+                cached=self._cached or Cached(tokens=0),
+            )
+            return
         self._give_up(failure)
         await self._place(time.time_ns(), failure)
+
+    def _end_by_tokens(self) -> FinishReason | None:
+        """How the answer has ended, if the tokens that came say so: then only the word of its end was lost."""
+        limits = self._job.limits
+        if not self._emitted:
+            return None
+        if self._emitted[-1] in limits.stop_token_ids and not limits.ignore_eos:
+            return "stop"
+        return "length" if len(self._emitted) >= limits.max_tokens else None
 
     def _give_up(self, failure: BatonError) -> None:
         """Ends the attempt. Raises `failure` when there must be no other one."""
         self._abort()
-        if not failure.retryable or self.num_tokens or self.num_attempts >= MAX_ATTEMPTS:
-            raise failure
         decode, _ = self.workers
-        if decode is not None:
-            self._exclude.add(decode)
-        log.info("trying again", attempt=self.num_attempts, decode=decode, error=failure.message)
+        if not self._recovery.may_retry(failure, decode):
+            raise failure
+        log.info(
+            "trying again",
+            attempt=self.num_attempts,
+            decode=decode,
+            tokens=len(self._emitted),
+            error=failure.message,
+        )
         self._parts.metrics.retried(failure.code)
 
     def _abort(self) -> None:
@@ -167,8 +197,10 @@ class Life:
             match item:
                 case Delta():
                     tokens.extend(item.tokens)
+                    self._emitted += [token.id for token in item.tokens]
+                    self._recovery.progressed()
                     self._last_token_ns = time.time_ns()
-                    if item.cached is not None:
+                    if item.cached is not None and self._cached is None:
                         self._cached = item.cached
                     if item.sent_ns is not None:
                         self._sent_ns = item.sent_ns
@@ -195,16 +227,13 @@ class Life:
             )
             self._send(subjects.offer(decode), failed)
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def _overdue(self) -> RequestRefused | None:
         if self._remaining_s <= 0:
             return self._too_late()
         if self._last_token_ns and time.time_ns() - self._last_token_ns > TOKEN_SILENCE_S * 1e9:
             message = f"no token for {TOKEN_SILENCE_S:g} s"
-            return RequestRefused(Code.WORKER_LOST, message, retryable=False)
+            self._last_token_ns = time.time_ns()  # the next worker has as long
+            return RequestRefused(Code.WORKER_LOST, message, retryable=True)
         return None
 
     def _too_late(self) -> RequestRefused:
@@ -245,7 +274,9 @@ class Life:
         """The worker's word; a coordinator's guess only where a stop string came before any. A miss is the
         coordinator's to explain, unless the worker got less than was promised."""
         expected = self._attempt.expected if self._attempt is not None else Cached(tokens=0)
-        told = self._finished.cached if self._finished is not None else self._cached
+        told = self._cached
+        if told is None and self._finished is not None:
+            told = self._finished.cached
         if told is None:
             return expected
         return told if told.miss else msgspec.structs.replace(told, miss=expected.miss)

@@ -27,3 +27,4 @@ class Parts:
     fleet: Fleet
     dispatcher: Dispatcher
     placer: Placer
+    recovery_s: float  # how long a request waits for a worker to come back that it has lost

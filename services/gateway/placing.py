@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from opentelemetry.context import Context
@@ -37,11 +37,21 @@ class Target:
     prefill: Destination | None
     decode_sources: tuple[Source, ...] = ()
     prefill_sources: tuple[Source, ...] = ()
+    prefill_hit_blocks: int = 0
     store_blocks: int = 0
     expected: Cached = NOTHING_CACHED  # as the coordinator believes
     reason: str = ""
     score: float = 0.0
     alternatives: tuple[Choice, ...] = ()
+
+    def without_prefill(self) -> Target:
+        """The decode worker reads the prompt itself, and may pull what the prefill worker has of it."""
+        if self.prefill is None:
+            return self
+        sources = self.decode_sources + self.prefill_sources
+        if self.prefill.worker_id is not None and self.prefill_hit_blocks:
+            sources += (Source(worker_id=self.prefill.worker_id, num_blocks=self.prefill_hit_blocks),)
+        return replace(self, prefill=None, decode_sources=sources)
 
 
 class Placer:
@@ -107,6 +117,7 @@ class Placer:
             prefill=_direct("prefill", prefill) if prefill is not None else None,
             decode_sources=placement.decode_sources,
             prefill_sources=placement.prefill_sources,
+            prefill_hit_blocks=placement.prefill_hit_blocks,
             store_blocks=placement.store_blocks,
             expected=Cached(tokens=hits * block_size, miss=placement.miss),
             reason=placement.reason,

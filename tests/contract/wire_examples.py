@@ -86,6 +86,7 @@ EXAMPLES: tuple[Message, ...] = (
         sampling=_SAMPLING,
         limits=_LIMITS,
         remote_prefill=True,
+        num_emitted=1,
         sources=_SOURCES,
         store_blocks=2,
         deadline_ns=1_796_000_600_000_000_000,

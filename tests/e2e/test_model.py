@@ -66,7 +66,7 @@ def test_text_is_equal_cold_cached_and_by_one_worker_in_other_chunks(
     cold = baton.complete(prompt, max_tokens=10)
     again = baton.complete(prompt, max_tokens=10)
     single = alone.complete(prompt, max_tokens=10)
-    assert cached(cold) == 0 and cached(again) == (length - 1) // 16 * 16
+    assert cached(cold) == 0 and cached(again) == min(length // 16 * 16, length - 1)
     assert text(again) == text(cold) == text(single)
     assert cold["usage"]["completion_tokens"] == 10
 

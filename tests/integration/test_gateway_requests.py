@@ -241,14 +241,17 @@ async def test_worker_that_dies_before_the_first_token_is_replaced(r: Rig) -> No
     assert (status, content(answer)) == (200, "Hello")
 
 
-async def test_restarted_worker_has_lost_its_requests(r: Rig) -> None:
+async def test_restarted_worker_has_lost_its_requests_and_is_given_them_again(r: Rig) -> None:
     worker = await r.decode()
     worker.behaviour = hang
     asking = asyncio.create_task(r.post(CHAT, chat()))
     await until(lambda: worker.requests, "the request")
+    worker.say("Hello")
+    worker.behaviour = emit_script
     worker.epoch += 1
     status, answer = await asking
-    assert status == 503 and answer["error"]["code"] == "worker_lost"
+    assert (status, content(answer)) == (200, "Hello")
+    assert len(worker.requests) == 2
 
 
 # ---------------------------------------------------------------- failures in the middle
@@ -327,7 +330,7 @@ async def test_duplicates_are_harmless_and_gaps_are_not(r: Rig) -> None:
     for behaviour in (skip, lose_the_last):
         worker.behaviour = behaviour
         status, answer = await r.post(CHAT, chat(max_tokens=4))
-        assert status == 500 and answer["error"]["code"] == "internal"
+        assert status == 503 and answer["error"]["code"] == "worker_lost"
     await until(lambda: len(worker.aborts) >= 1, "abort of the damaged answer")
 
 

@@ -60,7 +60,7 @@ async def test_text_is_the_same_handed_off_cached_or_computed_by_one_worker(
             assert answer.ids == expected
             assert isinstance(answer.end, Finished) and answer.end.reason == "length"
         assert cold.end.cached.tokens == 0  # type: ignore[union-attr]
-        assert cached.end.cached.tokens == (length - 1) // 16 * 16  # type: ignore[union-attr]
+        assert cached.end.cached.tokens == min(length // 16 * 16, length - 1)  # type: ignore[union-attr]
         assert computed_tokens(running, "prefill-1") == 2
         assert computed_tokens(running, "decode-1") == 0, "decode computed a prompt that it was handed"
         await all_clean(running)

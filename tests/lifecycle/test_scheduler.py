@@ -81,9 +81,9 @@ def test_the_same_prompt_again_is_taken_from_the_cache() -> None:
         first = r.add(new_sequence("a", prompt, max_tokens=4))
         r.run()
         second = r.add(new_sequence("b", prompt, max_tokens=4))
-        assert r.step() == [("b", 16, 32)]
+        assert r.step() == [("b", 31, 32)]
         r.run()
-        assert (first.num_cached, second.num_cached) == (0, 16)
+        assert (first.num_cached, second.num_cached) == (0, 31)
         assert r.answers["a"] == r.answers["b"] == expected(prompt, 4)
 
 

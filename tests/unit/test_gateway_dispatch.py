@@ -77,7 +77,8 @@ async def test_missing_or_surplus_tokens_are_failures(damage: str) -> None:
         rig.step(finished(0 if damage == "short" else 2))
     rig.step(delta(1, 9), finished(2))  # too late to matter
     items = await rig.inbox.take(0)
-    assert isinstance(items[-1], Failed) and items[-1].retryable and items[-1].code == Code.INTERNAL
+    expected = (Code.INTERNAL, False) if damage == "overflow" else (Code.WORKER_LOST, True)
+    assert isinstance(items[-1], Failed) and (items[-1].code, items[-1].retryable) == expected
     assert len(items) == 2 and rig.counts["stale"] == 2
     assert rig.counts["overflow" if damage == "overflow" else "gap"] == 1
 

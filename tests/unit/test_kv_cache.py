@@ -68,14 +68,14 @@ def test_a_prompt_finds_its_prefix_again() -> None:
     assert counts(kv) == (8, 3, 5)
 
 
-def test_a_full_hit_leaves_a_block_to_compute() -> None:
-    """Logits come from computing: of a prompt that is known to its last token, the last block is not taken."""
+def test_a_full_hit_leaves_a_token_to_compute() -> None:
+    """Logits come from computing: of a prompt that is known to its last token, that one is computed again."""
     kv = KvCache(8, 16)
     run(kv, PROMPT)
-    assert hit(kv, PROMPT) == 16
+    assert hit(kv, PROMPT) == 31
     assert hit(kv, [*PROMPT, 1]) == 32
     assert hit(kv, PROMPT[:17]) == 16
-    assert hit(kv, PROMPT[:16]) == 0
+    assert hit(kv, PROMPT[:16]) == 15
     assert hit(kv, PROMPT[:1]) == 0
 
 

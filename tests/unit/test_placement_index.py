@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from libs.placement.index import BlockIndex
 from libs.wire.messages import BlockEvent, BlockEvents, Dump
 from services.cache import feed as feed_module
 from services.cache.feed import Feed
-from libs.placement.index import BlockIndex
 
 NAMES = [bytes([number]) * 32 for number in range(12)]
 WORKERS = ["w0", "w1", "w2", "w3"]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from libs.placement.load import FOREIGN_REQUEST_TOKENS, MAX_ENDED, InFlight, Share, Standing
 from libs.wire.messages import Heartbeat, Load
 from services.cache.fleet import Change, Fleet
-from libs.placement.load import FOREIGN_REQUEST_TOKENS, MAX_ENDED, InFlight, Share, Standing
 
 SHARE = Share(tokens=100, blocks=7)
 

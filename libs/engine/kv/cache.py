@@ -79,8 +79,9 @@ class KvCache:
     def admit(self, seq: Sequence) -> int:
         """Gives a sequence without blocks the longest known prefix; returns its length in tokens.
 
-        At least one token is left to compute, whose logits the next token is drawn from. Raises ValueError if
-        the sequence holds blocks.
+        The last token is left to compute, whose logits the next token is drawn from. Where its KV is known too, because
+        the tokens end with a block, the step writes the same bits over it: docs/adr/0006-durable-kv-store.md.
+        Raises ValueError if the sequence holds blocks.
         """
         if seq.blocks:
             raise ValueError(f"{seq.request_id} already holds {len(seq.blocks)} blocks")
@@ -214,11 +215,11 @@ class KvCache:
     # ------------------------------------------------------------ inside
 
     def _match(self, seq: Sequence) -> tuple[list[int], list[bytes]]:
-        """Blocks and names of the longest known prefix that leaves a token to compute."""
+        """Blocks and names of the longest known prefix."""
         blocks: list[int] = []
         names: list[bytes] = []
         parent = seq.root
-        for index in range((seq.num_tokens - 1) // self.block_size):
+        for index in range(seq.num_tokens // self.block_size):
             tokens = tuple(seq.tokens[index * self.block_size : (index + 1) * self.block_size])
             name = child_name(parent, tokens)
             block = self._block_of.get(name)
@@ -233,7 +234,7 @@ class KvCache:
         for block in blocks:
             self._ref(block)
         seq.blocks, seq.names = blocks, names
-        seq.num_computed = len(blocks) * self.block_size
+        seq.num_computed = min(len(blocks) * self.block_size, seq.num_tokens - 1)
         seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
         seq.num_from_peer = seq.num_from_store = 0
 
