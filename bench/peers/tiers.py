@@ -4,7 +4,7 @@ python -m bench.peers.tiers --rounds 3 --build-dir DIR
 
 A round starts `baton up` on an empty store, asks the prompt (cold) and again (own pool), kills the decode worker
 and asks (peer: the prefill worker's pool), waits until all is written, kills every process with SIGKILL, starts
-`baton up` on what is left, and asks (store). Before each, another prompt wakes the processes. llama-server, with its
+`baton up` on what is left, and asks (store). Before each, another prompt wakes the processes, from the same tier. llama-server, with its
 own cache, answers the same prompt twice.
 """
 
@@ -111,13 +111,13 @@ def baton_up(folder: Path, threads: int, *options: object) -> Iterator[Up]:
 def one_round(threads: int, seed: int) -> dict[str, float]:
     """Milliseconds by tier. Raises BatonError where a prompt did not come from the tier it was to come from."""
     rng = random.Random(seed)
-    prompt = _tokens(rng, _PROMPT_TOKENS)
+    prompt, other = _tokens(rng, _PROMPT_TOKENS), _tokens(rng, _WARM_TOKENS)
     times: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="baton-tiers-") as name:
         folder = Path(name)
 
         def ask(up: Up, tier: str, expected: str | None) -> None:
-            up.first_token_ms(_tokens(rng, _WARM_TOKENS))
+            up.first_token_ms(other)
             times[tier], where = up.first_token_ms(prompt)
             source = where["baton_cache"]
             share = (
