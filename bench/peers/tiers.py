@@ -4,8 +4,8 @@ python -m bench.peers.tiers --rounds 3 --build-dir DIR
 
 A round starts `baton up` on an empty store, asks the prompt (cold) and again (own pool), kills the decode worker
 and asks (peer: the prefill worker's pool), waits until all is written, kills every process with SIGKILL, starts
-`baton up` on what is left, and asks (store). Before each, another prompt wakes the processes, from the same tier. llama-server, with its
-own cache, answers the same prompt twice.
+`baton up` on what is left, and asks (store). Before each, a short prompt wakes the processes, from the same tier.
+llama-server, with its own cache, answers the same prompt twice.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ class PrefixPuller:
             if not confirmed:
                 self._kv.release(seq)
                 self._outbox.put(subjects.release(pinned.pool.worker_id), Release(lease_id=pinned.lease_id))
-        gained = min(pulled, seq.num_tokens - 1 - seq.num_computed)  # the last token is computed: for its logits
+        gained = min(
+            pulled, seq.num_tokens - 1 - seq.num_computed
+        )  # the last token is computed: for its logits
         seq.num_computed += gained
         seq.num_cached += gained
         seq.num_from_peer += gained

@@ -18,7 +18,9 @@ def delta(seq: int, *ids: int, attempt: int = 1, request_id: str = "r") -> Delta
 
 
 def finished(num_tokens: int, attempt: int = 1) -> Finished:
-    return Finished(request_id="r", attempt=attempt, reason="stop", num_tokens=num_tokens, cached=Cached(tokens=0))
+    return Finished(
+        request_id="r", attempt=attempt, reason="stop", num_tokens=num_tokens, cached=Cached(tokens=0)
+    )
 
 
 class Rig:
