@@ -7,16 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from libs.engine.kv.cache import KvCache
-from libs.engine.kv.pool import KvPool
 from libs.engine.step import StepEvent
-from libs.service.bus import Bus
 from libs.service.config import Settings
-from libs.service.outbox import Outbox
 from libs.store.interface import Store
-from libs.store.objects import ObjectFormat
 from libs.store.open import open_store
-from libs.worker.card import ModelCard
+from libs.worker.store_access import StoreAccess
 from libs.worker.store_loader import StoreLoader
 from libs.worker.write_behind import WriteBehind
 
@@ -47,31 +42,18 @@ class Durable:
 
     def __init__(
         self,
-        worker_id: str,
-        store: Store,
-        card: ModelCard,
-        kv: KvCache,
-        pool: KvPool,
-        bus: Bus,
-        outbox: Outbox,
+        access: StoreAccess,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        objects = ObjectFormat(card.fingerprint, card.layout)
         self.rate = ComputeRate()
-        self.writer = WriteBehind(worker_id, kv, pool, store, objects, bus, outbox, clock)
+        self.writer = WriteBehind(access, clock)
         self.loader = StoreLoader(
-            worker_id,
-            kv,
-            pool,
-            store,
-            objects,
-            bus,
-            outbox,
+            access,
             compute_rate=lambda: self.rate.tokens_per_s,
             on_loaded=self.writer.loaded,
             clock=clock,
         )
-        self._store = store
+        self._store = access.store
 
     def detail(self) -> Detail:
         """For `baton status`. Blocks, but for the texts."""

@@ -25,6 +25,7 @@ from libs.service.logs import get_logger
 from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
 from libs.store.interface import Store
+from libs.store.objects import ObjectFormat
 from libs.transfer.interface import PoolInfo
 from libs.transfer.links import Links
 from libs.transfer.shm import ShmExporter
@@ -37,6 +38,7 @@ from libs.worker.durable import Durable
 from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
 from libs.worker.report import Identity, Report, State
+from libs.worker.store_access import StoreAccess
 from libs.worker.store_loader import StoreLoader
 
 EVENT_INTERVAL_S = 0.05
@@ -116,16 +118,17 @@ class Host:
             timeout_s=settings.pull_timeout_s,
             lease_s=settings.lease_s,
         )
-        self._durable = (
-            None
-            if store is None
-            else Durable(identity.worker_id, store, card, self.kv, pool, bus, self.outbox)
-        )
+        self._durable = None if store is None else Durable(self._store_access(store))
         self._report = Report(identity, settings, card, self.kv, self.engine.scheduler)
         self._feed = BlockFeed(self.kv, identity.worker_id, identity.epoch)
         self._pins = Pins(self.kv, self.leases, self.pool_ref)
         self._tasks: list[asyncio.Task[None]] = []
         self._worker: Worker | None = None
+
+    def _store_access(self, store: Store) -> StoreAccess:
+        objects = ObjectFormat(self.card.fingerprint, self.card.layout)
+        who = self.identity.worker_id
+        return StoreAccess(who, self.kv, self._pool, store, objects, self.bus, self.outbox)
 
     def _on_step(self, events: list[StepEvent]) -> None:
         assert self._worker is not None

@@ -19,15 +19,11 @@ from typing import Final
 
 from opentelemetry.context import Context
 
-from libs.engine.kv.cache import KvCache
 from libs.engine.kv.names import block_names
-from libs.engine.kv.pool import KvPool
 from libs.engine.sequence import Sequence
-from libs.service.bus import Bus
 from libs.service.logs import get_logger
-from libs.service.outbox import Outbox
-from libs.store.interface import ObjectDamaged, ObjectGone, Store, StoreError
-from libs.store.objects import BlockRecord, ObjectFormat, read_blocks
+from libs.store.interface import ObjectDamaged, ObjectGone, StoreError
+from libs.store.objects import BlockRecord, read_blocks
 from libs.wire import subjects
 from libs.wire.errors import BatonError
 from libs.wire.store_messages import (
@@ -37,6 +33,7 @@ from libs.wire.store_messages import (
     StoreRemoved,
     StoreRun,
 )
+from libs.worker.store_access import StoreAccess
 
 READERS: Final = 4
 NAMES_PER_LOCATE: Final = 8192
@@ -59,13 +56,7 @@ class StoreLoader:
 
     def __init__(
         self,
-        worker_id: str,
-        kv: KvCache,
-        pool: KvPool,
-        store: Store,
-        objects: ObjectFormat,
-        bus: Bus,
-        outbox: Outbox,
+        access: StoreAccess,
         *,
         compute_rate: Callable[[], float],
         on_loaded: Callable[[list[bytes]], None],
@@ -73,15 +64,9 @@ class StoreLoader:
     ) -> None:
         self.num_loaded = 0  # blocks
         self.failures: Counter[str] = Counter()  # loads that ended early, by why
-        self._worker_id = worker_id
-        self._kv = kv
-        self._pool = pool
-        self._store = store
-        self._objects = objects
-        self._bus = bus
-        self._outbox = outbox
         self._compute_rate = compute_rate
         self._on_loaded = on_loaded
+        self._access = access
         self._clock = clock
         self._threads = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="store-read")
 
@@ -91,7 +76,7 @@ class StoreLoader:
         Before and after: `seq` is held, its blocks below `num_computed` are named. Never raises for the store's sake:
         `seq.miss` says why less came. Cancelled, it lets go of `seq` as it was.
         """
-        size = self._kv.block_size
+        size = self._access.kv.block_size
         have = len(seq.blocks)
         usable = min(num_blocks, seq.num_tokens // size)
         prefix = block_names(seq.root, seq.tokens[: usable * size], size)
@@ -103,7 +88,7 @@ class StoreLoader:
         if not wanted:
             seq.miss = "store: not located"
             return 0
-        if not self._kv.grow(seq, (have + wanted) * size):
+        if not self._access.kv.grow(seq, (have + wanted) * size):
             seq.miss = "no free blocks"
             return 0
         loaded = await self._fill(seq, runs, names[:wanted])
@@ -117,7 +102,7 @@ class StoreLoader:
         for start in range(0, len(names), NAMES_PER_LOCATE):
             page = names[start : start + NAMES_PER_LOCATE]
             try:
-                located = await self._bus.request(
+                located = await self._access.bus.request(
                     subjects.STORE_LOCATE,
                     StoreLocate(names=page),
                     StoreLocated,
@@ -143,7 +128,7 @@ class StoreLoader:
                 left = sum(each.num_tokens for each in reads[index:])
                 await self._wait(read, left)
                 loaded += read.run.count
-                if self._is_slow(loaded * self._kv.block_size, left - read.num_tokens, began_s):
+                if self._is_slow(loaded * self._access.kv.block_size, left - read.num_tokens, began_s):
                     raise StoreError("slower than computing")
         except StoreError as error:
             self._note(seq, reads, loaded, error)
@@ -154,16 +139,16 @@ class StoreLoader:
     def _start(
         self, seq: Sequence, first: int, runs: tuple[StoreRun, ...], names: tuple[bytes, ...]
     ) -> list[Read]:
-        size = self._kv.block_size
+        size = self._access.kv.block_size
         reads, at = [], 0
         for run in runs:
             records, targets = [], []
             for index in range(at, at + run.count):
                 start = (first + index) * size
                 records.append(BlockRecord(names[index], tuple(seq.tokens[start : start + size])))
-                targets.append(self._pool.blocks(seq.blocks[first + index], 1))
+                targets.append(self._access.pool.blocks(seq.blocks[first + index], 1))
             work = self._threads.submit(
-                read_blocks, self._store, self._objects, run.key, run.first, records, targets
+                read_blocks, self._access.store, self._access.objects, run.key, run.first, records, targets
             )
             reads.append(Read(run, run.count * size, work))
             at += run.count
@@ -192,7 +177,9 @@ class StoreLoader:
         if isinstance(error, (ObjectDamaged, ObjectGone)):
             key = _failed_key(reads, loaded)
             removed = StoreRemoved(key=key, reason=reason)
-            self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, removed=(removed,)))
+            self._access.outbox.put(
+                subjects.STORE_CHANGED, StoreChanged(sender=self._access.worker_id, removed=(removed,))
+            )
 
     def _let_go(self, seq: Sequence, keep: int, reads: list[Read]) -> None:
         """Blocks behind the first hole: free as soon as no thread writes to them."""
@@ -202,22 +189,24 @@ class StoreLoader:
         del seq.blocks[keep:]
         running = [read.work for read in reads if not read.work.cancel() and not read.work.done()]
         if not running:
-            self._kv.unref(tail)
+            self._access.kv.unref(tail)
             return
         waiter = asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
-        waiter.add_done_callback(lambda done: self._kv.unref(tail))
+        waiter.add_done_callback(lambda done: self._access.kv.unref(tail))
 
     def _loaded(self, seq: Sequence, names: tuple[bytes, ...], loaded: int) -> int:
         """`names`: of all blocks of the prompt so far, the last `loaded` of which came from the store."""
         # The last token is computed: for its logits.
-        tokens = min(loaded * self._kv.block_size, seq.num_tokens - 1 - seq.num_computed)
+        tokens = min(loaded * self._access.kv.block_size, seq.num_tokens - 1 - seq.num_computed)
         self.num_loaded += loaded
         self._on_loaded(list(names[-loaded:]))
         seq.num_computed += tokens
         seq.num_cached += tokens
         seq.num_from_store += tokens
-        self._kv.commit(seq)
-        self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, used=names))
+        self._access.kv.commit(seq)
+        self._access.outbox.put(
+            subjects.STORE_CHANGED, StoreChanged(sender=self._access.worker_id, used=names)
+        )
         return tokens
 
 

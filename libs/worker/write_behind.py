@@ -18,18 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-from libs.engine.kv.cache import KvCache
 from libs.engine.kv.layout import KvLayout
-from libs.engine.kv.pool import KvPool
 from libs.engine.sequence import Sequence
-from libs.service.bus import Bus
 from libs.service.logs import get_logger
-from libs.service.outbox import Outbox
-from libs.store.interface import Store, StoredObject, StoreError, StoreFull
-from libs.store.objects import BlockRecord, ObjectFormat, write_object
+from libs.store.interface import StoredObject, StoreError, StoreFull
+from libs.store.objects import BlockRecord, write_object
 from libs.wire import subjects
 from libs.wire.errors import BatonError
 from libs.wire.store_messages import StoreAdded, StoreChanged, StoreOffer, StoreWanted
+from libs.worker.store_access import StoreAccess
 
 OBJECT_BLOCKS: Final = 8
 OBJECT_BYTES: Final = 8 << 20  # larger blocks make smaller groups
@@ -85,26 +82,14 @@ class WriteBehind:
 
     def __init__(
         self,
-        worker_id: str,
-        kv: KvCache,
-        pool: KvPool,
-        store: Store,
-        objects: ObjectFormat,
-        bus: Bus,
-        outbox: Outbox,
+        access: StoreAccess,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = WriteCounts()
         self.problem = ""  # why nothing is written at present
-        self._worker_id = worker_id
-        self._kv = kv
-        self._pool = pool
-        self._store = store
-        self._objects = objects
-        self._bus = bus
-        self._outbox = outbox
+        self._access = access
         self._clock = clock
-        self._limit = object_blocks(pool.layout)
+        self._limit = object_blocks(access.pool.layout)
         self._growing: OrderedDict[bytes, Run] = OrderedDict()  # by tail, longest idle first
         self._ready: deque[Run] = deque()
         self._loaded: set[bytes] = set()  # names about to be given to blocks that the store has
@@ -113,7 +98,7 @@ class WriteBehind:
         self._pause_s = 0.0
         self._paused_until_s = 0.0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-write")
-        kv.on_named(self._named)
+        access.kv.on_named(self._named)
 
     @property
     def num_waiting(self) -> int:
@@ -150,7 +135,7 @@ class WriteBehind:
     # ------------------------------------------------------------ in
 
     def _named(self, seq: Sequence, first: int) -> None:
-        size = self._kv.block_size
+        size = self._access.kv.block_size
         for index in range(first, len(seq.names)):
             name = seq.names[index]
             if name in self._loaded:
@@ -195,9 +180,9 @@ class WriteBehind:
     async def _wanted(self, runs: list[Run]) -> list[Run]:
         """Of the runs, what the store lacks; everything where no coordinator says."""
         names = tuple(block.name for run in runs for block in run.blocks)
-        offer = StoreOffer(worker_id=self._worker_id, names=names)
+        offer = StoreOffer(worker_id=self._access.worker_id, names=names)
         try:
-            answer = await self._bus.request(
+            answer = await self._access.bus.request(
                 subjects.STORE_OFFER, offer, StoreWanted, timeout_s=OFFER_TIMEOUT_S
             )
         except BatonError:
@@ -209,13 +194,13 @@ class WriteBehind:
 
     async def _write(self, run: Run) -> None:
         """What of the run is still in the pool, as one object or several."""
-        found = [self._kv.find(block.name) for block in run.blocks]
+        found = [self._access.kv.find(block.name) for block in run.blocks]
         self.counts.lost += found.count(None)
         for part in run.parts([block is not None for block in found]):
             if self._clock() < self._paused_until_s:
                 self.counts.dropped += len(part.blocks)
                 continue
-            blocks = [self._kv.find(block.name) for block in part.blocks]
+            blocks = [self._access.kv.find(block.name) for block in part.blocks]
             held = [block for block in blocks if block is not None]
             if len(held) < len(blocks):  # evicted while the part before was being written
                 self.counts.lost += len(blocks)
@@ -223,14 +208,16 @@ class WriteBehind:
             await self._put(part, held)
 
     async def _put(self, run: Run, blocks: list[int]) -> None:
-        self._kv.ref(blocks)
-        views = [self._pool.blocks(block, 1) for block in blocks]
+        self._access.kv.ref(blocks)
+        views = [self._access.pool.blocks(block, 1) for block in blocks]
         work = asyncio.get_running_loop().run_in_executor(
             self._thread,
-            lambda: write_object(self._store, self._objects, run.tenant, run.parent, run.blocks, views),
+            lambda: write_object(
+                self._access.store, self._access.objects, run.tenant, run.parent, run.blocks, views
+            ),
         )
         # A caller that is cancelled leaves; the blocks are held until the thread is done with them.
-        work.add_done_callback(lambda done: self._kv.unref(blocks))
+        work.add_done_callback(lambda done: self._access.kv.unref(blocks))
         try:
             self._written(run, await asyncio.shield(work))
         except StoreFull as error:
@@ -244,7 +231,9 @@ class WriteBehind:
         self.problem, self._pause_s = "", 0.0
         self.counts.written += len(run.blocks)
         added = StoreAdded(key=stored.key, num_bytes=stored.num_bytes)
-        self._outbox.put(subjects.STORE_CHANGED, StoreChanged(sender=self._worker_id, added=(added,)))
+        self._access.outbox.put(
+            subjects.STORE_CHANGED, StoreChanged(sender=self._access.worker_id, added=(added,))
+        )
 
     def _failed(self, run: Run, error: StoreError, pause_s: float) -> None:
         """Serving goes on. These blocks may be offered again when somebody computes them again."""
