@@ -134,9 +134,9 @@ class WriteBehind:
 
     # ------------------------------------------------------------ in
 
-    def _named(self, seq: Sequence, first: int) -> None:
+    def _named(self, seq: Sequence, indices: list[int]) -> None:
         size = self._access.kv.block_size
-        for index in range(first, len(seq.names)):
+        for index in indices:
             name = seq.names[index]
             if name in self._loaded:
                 continue
@@ -150,6 +150,8 @@ class WriteBehind:
 
     def _append(self, tenant: str, parent: bytes, record: BlockRecord) -> None:
         run = self._growing.pop(parent, None) or Run(tenant, parent)
+        if record.name in self._growing:  # evicted, and computed again before the first was written
+            self._ready.append(self._growing.pop(record.name))
         run.blocks.append(record)
         run.grown_s = self._clock()
         self._num_waiting += 1

@@ -9,7 +9,6 @@ once it shows in a worker's heartbeat.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import time
@@ -97,8 +96,8 @@ class Coordinator:
         self._was_cut_off = False
         self._started_ns = time.time_ns()
 
-    async def serve(self, bus: Bus, stop: asyncio.Event) -> None:
-        """Serves until `stop`. Raises what ended one of its tasks.
+    async def serve(self, bus: Bus, stop: asyncio.Event, on_warm: Callable[[], None] = lambda: None) -> None:
+        """Serves until `stop`; `on_warm` is called before the first route. Raises what ended one of its tasks.
 
         Whoever owns the bus drains it next: routes that are already on their way here still get their answer.
         """
@@ -113,8 +112,7 @@ class Coordinator:
                 await self.store.listen(bus, QUEUE_GROUP)
             await bus.subscribe(subjects.EXPLAIN, (Explain,), self.on_explain, queue=QUEUE_GROUP)
             await bus.subscribe(subjects.ROUTE, (Route,), self.on_route, queue=QUEUE_GROUP)
-            gc.collect()
-            gc.freeze()  # millions of names and objects that stay: no collection has to look at them again
+            on_warm()
             self.state = "serving"
             log.info("serving", workers=len(self.fleet), names=len(self.index))
             await asyncio.wait([timer, keeper, stopped], return_when=asyncio.FIRST_COMPLETED)

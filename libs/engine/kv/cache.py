@@ -49,7 +49,7 @@ class KvCache:
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, next to evict first
         self._events: deque[BlockEvent] = deque(maxlen=max_events)
         self._on_free: list[Callable[[], None]] = []
-        self._on_named: list[Callable[[Sequence, int], None]] = []
+        self._on_named: list[Callable[[Sequence, list[int]], None]] = []
 
     # ------------------------------------------------------------ counts
 
@@ -121,7 +121,7 @@ class KvCache:
 
         A block whose name another block has already stays anonymous, and is free once released.
         """
-        size, first = self.block_size, len(seq.names)
+        size, fresh = self.block_size, list[int]()
         while len(seq.names) < seq.num_computed // size:
             index = len(seq.names)
             tokens = tuple(seq.tokens[index * size : (index + 1) * size])
@@ -130,12 +130,13 @@ class KvCache:
             owner = self._block_of.get(entry.name)
             if owner is None:
                 self._register(seq.blocks[index], entry)
+                fresh.append(index)
             elif self._entries[owner] != entry:
                 break  # a collision: what follows would be found under the wrong prefix
             seq.names.append(entry.name)
-        if len(seq.names) > first:
+        if fresh:
             for callback in self._on_named:
-                callback(seq, first)
+                callback(seq, fresh)
 
     def release(self, seq: Sequence) -> None:
         """Takes all blocks from `seq`; its KV counts as not computed. Idempotent."""
@@ -184,8 +185,8 @@ class KvCache:
         """The block of this name. Takes no reference."""
         return self._block_of.get(name)
 
-    def on_named(self, callback: Callable[[Sequence, int], None]) -> None:
-        """Calls `callback(seq, first)` when blocks `first ...` of a sequence have got their names."""
+    def on_named(self, callback: Callable[[Sequence, list[int]], None]) -> None:
+        """Calls `callback(seq, indices)` when these blocks of a sequence have got names that no other block had."""
         self._on_named.append(callback)
 
     def on_free(self, callback: Callable[[], None]) -> None:
