@@ -13,7 +13,9 @@ from libs.placement.view import MIN_GAIN_BLOCKS, Prompt, Worker
 from libs.wire.messages import Placement, Role, Source
 
 BLOCK = 16
-POLICY = LongestPrefix(local_prefill_tokens=64, peer_cost=0.05, store_cost=0.1)  # round numbers, not the defaults
+POLICY = LongestPrefix(
+    local_prefill_tokens=64, peer_cost=0.05, store_cost=0.1
+)  # round numbers, not the defaults
 
 
 def worker(worker_id: str, role: Role = "decode", **changes: object) -> Worker:
