@@ -81,6 +81,8 @@ def _spec(settings: Settings, environ: Mapping[str, str], role: str, name: str, 
         env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     if role in ("prefill", "decode"):
         env["OMP_NUM_THREADS"] = str(threads)
+    if role == "cache":  # its index is looked up at random: small pages cost half of that time
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return ProcessSpec(
         name=name,
         argv=(sys.executable, "-P", "-m", "services.cli", role),  # -P: no imports from the current folder
