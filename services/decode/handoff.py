@@ -118,7 +118,9 @@ class Intake:
             raise HandoffFailed(f"offer of block {offer.first_block} after {seq.num_computed} tokens: a gap")
         if offer.num_tokens > seq.num_prompt_tokens:
             raise HandoffFailed(f"offer of {offer.num_tokens} tokens for a prompt of {seq.num_prompt_tokens}")
-        have = seq.num_computed // size - offer.first_block  # whole blocks of the offer that we hold
+        # Whole blocks of the offer that we hold. Those with a name are others' too: what is pulled is not confirmed
+        # yet and must not be written over them, not even where the prompt's last token is still to be computed.
+        have = max(seq.num_computed // size, len(seq.names)) - offer.first_block
         theirs = offer.block_ids[have:]
         start = offer.first_block + have
         ours = seq.blocks[start : start + len(theirs)]

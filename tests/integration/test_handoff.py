@@ -14,7 +14,7 @@ from libs.engine.fake import FakeModel, fake_continuation
 from libs.engine.plan import StepPlan
 from libs.wire import subjects
 from libs.wire.errors import Code, NoResponder, RequestRefused
-from libs.wire.messages import Failed, Finished, Message, Offer, OfferFailed, Source
+from libs.wire.messages import Failed, Finished, Message, Offer, OfferFailed, PoolRef, Source
 from tests.cluster import Cluster, cluster
 from tests.natsd import nats_url
 
@@ -63,6 +63,31 @@ async def test_text_is_the_same_handed_off_cached_or_computed_by_one_worker(
         assert cached.end.cached.tokens == min(length // 16 * 16, length - 1)  # type: ignore[union-attr]
         assert computed_tokens(running, "prefill-1") == 2
         assert computed_tokens(running, "decode-1") == 0, "decode computed a prompt that it was handed"
+        await all_clean(running)
+
+
+@pytest.mark.parametrize("length", [32, 40])
+async def test_nothing_unconfirmed_is_written_over_a_block_with_a_name(
+    nats_url: str, tmp_path: Path, length: int
+) -> None:
+    """Decode holds the whole prompt, and prefill offers it all the same: others share the blocks that it has."""
+    prompt = prompt_of(length)
+    async with cluster(nats_url, tmp_path) as (running, client):
+        await running.add("prefill", "prefill-1")
+        decode = await running.add("decode", "decode-1")
+        await client.ask("first", prompt)
+        kv, pull = decode.host.kv, decode.host.links.pull
+        named = {kv.find(name) for name in kv.names()}
+        written: list[int] = []
+
+        async def watched(ref: PoolRef, copies: list[tuple[int, int]], timeout_s: float) -> None:
+            written.extend(ours for _, ours in copies)
+            await pull(ref, copies, timeout_s)
+
+        decode.host.links.pull = watched  # type: ignore[method-assign, assignment]
+        answer = await client.ask("again", prompt)
+        assert answer.ids == fake_continuation(prompt, 8)
+        assert len(named) >= 2 and named.isdisjoint(written)
         await all_clean(running)
 
 
