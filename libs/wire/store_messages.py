@@ -46,7 +46,7 @@ class StoreAdded(Part, frozen=True, kw_only=True):
 
 
 class StoreRemoved(Part, frozen=True, kw_only=True):
-    """An object that is not to be used any more. `reason`: evicted, expired, gone, or what is damaged."""
+    """An object that is not to be used any more. `reason`: evicted, gone, or what is damaged."""
 
     key: str
     reason: str

@@ -85,7 +85,7 @@ class StoreLoader:
             return 0
         runs = await self._locate(names, context)
         wanted = sum(run.count for run in runs)
-        if not wanted:
+        if not 0 < wanted <= len(names):  # nothing, or an answer to another question
             seq.miss = "store: not located"
             return 0
         if not self._access.kv.grow(seq, (have + wanted) * size):
@@ -124,11 +124,12 @@ class StoreLoader:
         loaded = 0
         try:
             began_s = self._clock()
-            for index, read in enumerate(reads):
-                left = sum(each.num_tokens for each in reads[index:])
+            left = sum(read.num_tokens for read in reads)
+            for read in reads:
                 await self._wait(read, left)
                 loaded += read.run.count
-                if self._is_slow(loaded * self._access.kv.block_size, left - read.num_tokens, began_s):
+                left -= read.num_tokens
+                if self._is_slow(loaded * self._access.kv.block_size, left, began_s):
                     raise StoreError("slower than computing")
         except StoreError as error:
             self._note(seq, reads, loaded, error)

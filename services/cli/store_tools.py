@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import sys
@@ -13,7 +14,7 @@ from typing import Final
 from libs.service import logs
 from libs.service.bus import Bus
 from libs.service.config import ConfigError, Settings
-from libs.store.interface import Store, StoredObject, StoreError
+from libs.store.interface import ObjectDamaged, ObjectGone, Store, StoredObject
 from libs.store.objects import check_object
 from libs.store.open import open_store
 from libs.wire.errors import BatonError
@@ -72,13 +73,13 @@ def stats_lines(found: list[ServiceStatus]) -> list[str]:
 
 
 def run_verify(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Exit status 1 where an object is damaged, or could not be read."""
+    """Exit status 1 where an object is damaged, and left. Raises StoreError where one cannot be read at all."""
     store = open_configured(settings)
     progress, damaged, checked = Progress(sys.stderr), [], 0
     try:
         for page in store.list():
             for each in page:
-                if reason := _problem_of(store, each):
+                if reason := _damage_of(store, each):
                     damaged.append((each.key, reason))
                     if arguments.delete:
                         store.delete(each.key)
@@ -95,11 +96,13 @@ def run_verify(arguments: argparse.Namespace, settings: Settings) -> int:
     return _EXIT_FAILED if damaged and not arguments.delete else 0
 
 
-def _problem_of(store: Store, stored: StoredObject) -> str:
-    try:
-        check_object(store, stored.key)
-    except StoreError as error:
-        return error.message
+def _damage_of(store: Store, stored: StoredObject) -> str:
+    """Only of what was read and is wrong: an object that cannot be read now is not to be deleted for it."""
+    with contextlib.suppress(ObjectGone):  # evicted since it was listed
+        try:
+            check_object(store, stored.key)
+        except ObjectDamaged as error:
+            return error.message
     return ""
 
 
