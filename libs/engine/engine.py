@@ -129,7 +129,8 @@ class Engine:
     async def drain(self, timeout_s: float) -> bool:
         """Waits until no sequence is left; False if that takes longer. Submitting remains possible."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         return self._empty.is_set()
 
     async def stop(self, timeout_s: float) -> bool:
@@ -140,7 +141,8 @@ class Engine:
         if not self._started:
             self._shut_down()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._stopped.wait()
         return self._stopped.is_set()
 
     # ------------------------------------------------------------ the loop
@@ -256,7 +258,8 @@ class Engine:
         if deadline_ns is not None:
             timeout_s = min(timeout_s, max(0.001, (deadline_ns - self._clock_ns()) / 1e9))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
         self._wake.clear()
 
     # ------------------------------------------------------------ reporting

@@ -2,7 +2,8 @@
 
     decode   the worker with the lowest  requests + kv_weight * kv_use - hit_tokens / credit_tokens
     prefill  the worker with the lowest  missing_tokens + queued_tokens + fetch cost
-             none where the decode worker, with what it can fetch, lacks so little that it computes the rest itself
+             none where the decode worker, with what it can fetch, lacks so little that it computes the rest itself,
+             unless a prefill worker has the first token sooner: one that holds what decode would have to fetch
 
 Missing are the tokens that nobody holds: blocks of a peer or of the store are fetched, which is cheap and not free. So
 every worker is nearly as good for a prompt that is known, and load decides: affinity gives way where a worker is busy,
@@ -46,6 +47,7 @@ class LongestPrefix:
     kv_weight: float = 16.0  # a full pool is as bad as this many more requests
     peer_cost: float = 0.02  # of computing a token: fetching its KV from a peer
     store_cost: float = 0.05  # the same from the store
+    handoff_tokens: float = 16.0  # asking a second worker takes as long as computing so many
     num_alternatives: int = 3  # told with a placement
 
     def place(self, prompt: Prompt, workers: Sequence[Worker]) -> Placement | None:
@@ -55,7 +57,7 @@ class LongestPrefix:
             return None
         prefillers = self._ranked(prompt, workers, "prefill", self.prefill_cost)
         decode = decoders[0][1]
-        if not prefillers or self._computes_locally(prompt, decode):
+        if not prefillers or self._computes_locally(prompt, decode, prefillers[0][0]):
             placement = _local(prompt, decode, workers, no_prefill_worker=not prefillers)
             return self._scored(placement, decoders)
         return self._scored(_remote(prompt, decode, prefillers[0][1], workers), prefillers)
@@ -70,9 +72,12 @@ class LongestPrefix:
         fetch = self.peer_cost * worker.peer_tokens(prompt) + self.store_cost * worker.store_tokens(prompt)
         return worker.missing_tokens(prompt) + worker.queued_tokens + fetch
 
-    def _computes_locally(self, prompt: Prompt, decode: Worker) -> bool:
+    def _computes_locally(self, prompt: Prompt, decode: Worker, prefill_cost: float) -> bool:
         missing = decode.missing_tokens(prompt)
-        return missing <= self.local_prefill_tokens and missing * 2 < prompt.num_tokens
+        if missing > self.local_prefill_tokens or missing * 2 >= prompt.num_tokens:
+            return False
+        fetched = decode.peer_tokens(prompt) + decode.store_tokens(prompt)
+        return fetched == 0 or self.prefill_cost(prompt, decode) <= prefill_cost + self.handoff_tokens
 
     def _ranked(
         self,

@@ -122,7 +122,8 @@ class Connection:
                 return False
             wait = asyncio.sleep(0.01) if self._up.is_set() else self._up.wait()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wait, left_s)
+                async with asyncio.timeout(left_s):
+                    await wait
         return True
 
     async def close(self) -> None:

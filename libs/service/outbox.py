@@ -44,6 +44,7 @@ class Outbox:
     async def flush(self, timeout_s: float) -> None:
         """Waits until all that was put is handed to the bus, at most `timeout_s`."""
         try:
-            await asyncio.wait_for(self._queue.join(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._queue.join()
         except TimeoutError:
             log.warning("messages left unsent", count=self._queue.qsize())

@@ -113,7 +113,8 @@ class WriteBehind:
         """Writes until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._work.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._work.wait()
             self._work.clear()
             self._close_runs(self._clock() - IDLE_S)
             while self._ready:

@@ -91,7 +91,8 @@ class StoreKeeper:
     async def settle(self, timeout_s: float) -> None:
         """Waits for the first listing, or until the time is up."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._listed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._listed.wait()
 
     async def listen(self, bus: Bus, queue: str) -> None:
         """News for every coordinator, questions for one of `queue`."""

@@ -103,7 +103,8 @@ class Child:
                 f"{self.name} {describe(code)}; starting it again in {delay_s:g} s (log: {self.spec.log})"
             )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._stop.wait()
             delay_s = min(2 * delay_s, self._policy.max_delay_s)
 
     async def stop(self) -> None:
@@ -113,7 +114,8 @@ class Child:
             return
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._gone.wait(), self.spec.grace_s)
+            async with asyncio.timeout(self.spec.grace_s):
+                await self._gone.wait()
         except TimeoutError:
             self._on_change(f"{self.name} did not stop within {self.spec.grace_s:g} s: killed")
             self.kill()

@@ -114,7 +114,8 @@ async def _heartbeat(bus: Bus, fingerprint: str) -> Heartbeat:
 
     await bus.subscribe(subjects.HEARTBEATS, (Heartbeat,), hear)
     try:
-        return await asyncio.wait_for(found, _HEARTBEAT_S)
+        async with asyncio.timeout(_HEARTBEAT_S):
+            return await found
     except TimeoutError:
         text = "no worker serves this model; name the one that runs with --model"
         raise RequestRefused(Code.NO_WORKER, text, retryable=True) from None

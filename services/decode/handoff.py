@@ -2,7 +2,10 @@
 
     Offer 0   -> reserve blocks for the whole prompt, pull blocks 0..31   (prefill computes 32..63 meanwhile)
     Offer 1   -> pull blocks 32..63
-    Offer 2   -> pull the rest; confirm the lease; name the blocks; first token
+    Offer 2   -> pull the rest; confirm the lease; name the blocks
+
+The last offer carries the first token, which the worker sends on as soon as the offer is here: prefill drew it from
+its own KV, and no copy can make it wrong. Only what follows waits for the blocks.
 
 Blocks that this worker has already are not pulled. Whatever goes wrong ends in HandoffFailed with nothing held:
 the caller computes the prompt itself, so a half-written prompt is never decoded.
@@ -12,14 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
 from libs.engine.sequence import Sequence
 from libs.transfer.interface import TransferError
 from libs.wire import subjects
-from libs.wire.messages import FirstToken, Offer, OfferFailed, Release
+from libs.wire.messages import Offer, OfferFailed, Release
 from libs.worker.host import Host
 from libs.worker.pull import confirm
 
@@ -29,14 +31,6 @@ SPACE_POLL_S = 0.02
 
 class HandoffFailed(TransferError):
     """The prompt did not come over whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """What came with the prompt. `pulled_tokens` were copied, the rest this worker had."""
-
-    first: FirstToken
-    pulled_tokens: int
 
 
 class Intake:
@@ -51,17 +45,21 @@ class Intake:
         """False if the handoff is over, well or not: the offer is not for it."""
         if self._over:
             return False
+        if self._lease is None and isinstance(offer, Offer):
+            self._lease = offer
         if self._queue.full():
             self._queue.get_nowait()  # leaves a gap, which fails the handoff
         self._queue.put_nowait(offer)
         return True
 
-    async def take_over(self, host: Host, seq: Sequence, context: Context) -> TakenOver:
-        """Fills `seq` with the prompt's KV, confirmed. Raises HandoffFailed, or lets a cancellation through;
-        then `seq` holds nothing and the lease is given back."""
+    async def take_over(self, host: Host, seq: Sequence, context: Context) -> int:
+        """Fills `seq` with the prompt's KV, confirmed; returns the tokens that were copied, the rest was here.
+
+        Raises HandoffFailed, or lets a cancellation through; then `seq` holds nothing and the lease is given back.
+        """
         done = False
         try:
-            taken = await self._pull_all(host, seq)
+            pulled = await self._pull_all(host, seq)
             assert self._lease is not None
             await confirm(
                 host.bus, self._lease.pool, self._lease.lease_id, host.settings.pull_timeout_s, context
@@ -77,23 +75,22 @@ class Intake:
                     release = Release(lease_id=self._lease.lease_id)
                     host.outbox.put(subjects.release(self._lease.pool.worker_id), release)
         host.kv.commit(seq)
-        return taken
+        return pulled
 
-    async def _pull_all(self, host: Host, seq: Sequence) -> TakenOver:
-        pulled = 0
-        while True:
+    async def _pull_all(self, host: Host, seq: Sequence) -> int:
+        offer = await self._next(seq)
+        await self._reserve(host, seq)
+        pulled = await self._pull(host, seq, offer)
+        while offer.first is None:
             offer = await self._next(seq)
-            if self._lease is None:
-                self._lease = offer
-                await self._reserve(host, seq)
             pulled += await self._pull(host, seq, offer)
-            if offer.first is not None:
-                return TakenOver(offer.first, pulled)
+        return pulled
 
     async def _next(self, seq: Sequence) -> Offer:
         timeout_s = (seq.deadline_ns - time.time_ns()) / 1e9
         try:
-            offer = await asyncio.wait_for(self._queue.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow a cancellation
+                offer = await self._queue.get()
         except TimeoutError:
             raise HandoffFailed("the deadline passed while waiting for prefill") from None
         if isinstance(offer, OfferFailed):

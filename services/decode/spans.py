@@ -1,9 +1,11 @@
 """Spans of one request in the decode worker, recorded when they have ended.
 
-    remote prefill   [handoff][decode.queue][decode.first_step][decode ......]
+    remote prefill   [handoff][decode.queue][decode.first_step][decode ..............]
+                                                               [handoff.kv ..]
     computed here    [decode.queue][kv.pull][decode.queue][prefill.compute][decode.first_step][decode ......]
 
-`handoff` begins where prefill stopped computing. `decode.first_step` ends with the first token on its way.
+`handoff` begins where prefill stopped computing. `decode.first_step` ends with the first token on its way; the blocks
+that the second token needs may still be on theirs (`handoff.kv`).
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ class Spans:
         self._computing_since_ns = 0
         self._decoding_since_ns = 0
 
-    def handed_off(self, computed_ns: int, now_ns: int, pulled_tokens: int) -> None:
-        self._record("handoff", computed_ns, now_ns, {"baton.pulled_tokens": pulled_tokens})
-
     def handoff_failed(self, message: str, now_ns: int) -> None:
+        if self._decoding_since_ns:  # the first token had come
+            self._record("handoff.kv", self._decoding_since_ns, now_ns, {"error.message": message})
+            return
         self._record("handoff", self._waiting_since_ns, now_ns, {"error.message": message})
         self._waiting_since_ns = now_ns
 
@@ -41,11 +43,16 @@ class Spans:
     def waits_from(self, since_ns: int) -> None:
         self._waiting_since_ns = since_ns
 
-    def first_token(self, ready_ns: int, now_ns: int) -> None:
-        """The first token, which came with the handoff at `ready_ns`, is on its way at `now_ns`."""
+    def first_token(self, computed_ns: int, ready_ns: int, now_ns: int) -> None:
+        """The first token, computed by prefill at `computed_ns` and here at `ready_ns`, is on its way at `now_ns`."""
+        self._record("handoff", computed_ns, ready_ns, {})
         self._record("decode.queue", ready_ns, ready_ns, {})
         self._record("decode.first_step", ready_ns, now_ns, {})
         self._decoding_since_ns = now_ns
+
+    def taken_over(self, now_ns: int, pulled_tokens: int) -> None:
+        """All blocks are here and confirmed."""
+        self._record("handoff.kv", self._decoding_since_ns, now_ns, {"baton.pulled_tokens": pulled_tokens})
 
     def step(self, started_ns: int, ended_ns: int, seq: Sequence, *, drew: bool) -> None:
         """An engine step had this sequence in it."""

@@ -18,11 +18,11 @@ from libs.service.bus import Incoming
 from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
-from libs.wire.messages import Accepted, FinishReason, Generate, Offer, OfferFailed, Release
+from libs.wire.messages import Accepted, FinishReason, FirstToken, Generate, Offer, OfferFailed, Release
 from libs.worker.admit import fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
-from services.decode.handoff import HandoffFailed, Intake, TakenOver
+from services.decode.handoff import HandoffFailed, Intake
 from services.decode.spans import Spans
 from services.decode.stream import Stream, Streams
 
@@ -39,6 +39,7 @@ class Job:
     stream: Stream
     spans: Spans
     intake: Intake = field(default_factory=Intake)
+    first: FirstToken | None = None  # came from prefill
     task: asyncio.Task[None] | None = None
 
 
@@ -105,31 +106,39 @@ class DecodeWorker:
         if not wanted and isinstance(offer, Offer):
             release = Release(lease_id=offer.lease_id)
             self._host.outbox.put(subjects.release(offer.pool.worker_id), release)
+        elif job is not None and isinstance(offer, Offer) and offer.first is not None:
+            self._first(job, offer.first)
+
+    def _first(self, job: Job, first: FirstToken) -> None:
+        """The first token is sent at once: it does not wait for the blocks that the next one needs."""
+        if job.first is not None:  # the offer came twice
+            return
+        now_ns = time.time_ns()
+        job.first, job.seq.cached = first, first.cached
+        reason = job.seq.append(first.token.id)
+        self._streams.tokens(job.stream, (first.token,), first.cached)
+        if reason is None:
+            self._streams.flush()
+        job.spans.first_token(first.computed_ns, now_ns, time.time_ns())
+        if reason is not None:  # it was the last one, too: no blocks, not a single decode step
+            self._finish(job, reason, now_ns)
+            self._streams.flush()
+            if job.task is not None:
+                job.task.cancel()
 
     async def _take_over(self, job: Job) -> None:
-        """Remote prefill: pull the prompt, send the first token, go on decoding."""
+        """Remote prefill: pull the prompt's blocks while they are made, then go on after the first token."""
         try:
-            taken = await job.intake.take_over(self._host, job.seq, job.context)
+            pulled_tokens = await job.intake.take_over(self._host, job.seq, job.context)
         except HandoffFailed as error:
             log.warning("handoff failed, computing", request_id=job.request.request_id, error=error.message)
             job.spans.handoff_failed(error.message, time.time_ns())
             await self._compute(job)
             return
-        self._begin(job, taken)
-
-    def _begin(self, job: Job, taken: TakenOver) -> None:
-        first, now_ns = taken.first, time.time_ns()
-        job.seq.cached = first.cached
-        job.spans.handed_off(first.computed_ns, now_ns, taken.pulled_tokens)
-        reason = job.seq.append(first.token.id)
-        self._streams.tokens(job.stream, (first.token,), first.cached)
-        if reason is None:
-            self._submit_to_engine(job)
-        else:  # prefill's token was the last one: not a single decode step
-            self._host.kv.release(job.seq)
-            self._finish(job, reason, now_ns)
-        job.spans.first_token(now_ns, time.time_ns())
-        self._streams.flush()
+        if job.first is not None:
+            job.seq.cached = job.first.cached  # prefill's hits; not those of this pool, which a copy saved
+        job.spans.taken_over(time.time_ns(), pulled_tokens)
+        self._submit_to_engine(job)
 
     def _submit_to_engine(self, job: Job) -> None:
         try:

@@ -12,6 +12,7 @@ from opentelemetry.context import Context
 
 from libs.engine.fake import FakeModel, fake_continuation
 from libs.engine.plan import StepPlan
+from libs.transfer.interface import TransferError
 from libs.wire import subjects
 from libs.wire.errors import Code, NoResponder, RequestRefused
 from libs.wire.messages import Failed, Finished, Message, Offer, OfferFailed, PoolRef, Source
@@ -177,6 +178,46 @@ async def test_a_lease_that_ran_out_under_the_puller_is_computed_instead(
         monkeypatch.setattr(decode.host.links, "pull", late_pull)
         answer = await client.ask("r", prompt)
         assert answer.ids == fake_continuation(prompt, 8)
+        await all_clean(running)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+async def test_the_first_token_does_not_wait_for_the_blocks(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    """It is out while the pull still hangs. Where that fails, decode computes what follows; no token comes twice."""
+    prompt = prompt_of(200)
+    async with cluster(nats_url, tmp_path) as (running, client):
+        await running.add("prefill", "prefill-1")
+        decode = await running.add("decode", "decode-1")
+        gate, pull = asyncio.Event(), decode.host.links.pull
+
+        async def held(*args: object) -> None:
+            await gate.wait()
+            if not arrives:
+                raise TransferError("injected")
+            await pull(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(decode.host.links, "pull", held)
+        await client.submit("r", prompt)
+        await client.until(lambda: len(client.answers["r"].tokens) == 1)
+        gate.set()
+        answer = await client.finished("r")
+        assert answer.ids == fake_continuation(prompt, 8)
+        assert computed_tokens(running, "decode-1") == 0, "what follows the first token is no prefill"
+        await all_clean(running)
+
+
+async def test_a_last_token_that_prefill_drew_gives_the_blocks_back_at_once(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pull hangs, but nobody needs it: the answer is over, the lease is released, not left to run out."""
+    async with cluster(nats_url, tmp_path, lease_s=300.0) as (running, client):
+        await running.add("prefill", "prefill-1")
+        decode = await running.add("decode", "decode-1")
+        monkeypatch.setattr(decode.host.links, "pull", lambda *_: asyncio.sleep(300))
+        answer = await client.ask("r", prompt_of(200), max_tokens=1)
+        assert answer.ids == fake_continuation(prompt_of(200), 1)
         await all_clean(running)
 
 

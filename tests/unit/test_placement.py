@@ -83,7 +83,7 @@ def test_decision_depends_on_no_order(fleet: tuple[Prompt, list[Worker]]) -> Non
 
 
 @given(fleets())
-def test_local_prefill_only_where_decode_holds_most_or_nobody_else_can(
+def test_local_prefill_only_where_decode_has_most_or_nobody_else_can(
     fleet: tuple[Prompt, list[Worker]],
 ) -> None:
     prompt, workers = fleet
@@ -98,7 +98,28 @@ def test_local_prefill_only_where_decode_holds_most_or_nobody_else_can(
     others = [
         w for w in workers if w.role == "prefill" and not w.draining and w.worker_id not in prompt.exclude
     ]
-    assert (placement.prefill is None) == (small or not others)
+    if placement.prefill is None:
+        assert small or not others
+    elif small:  # somebody else has the first token sooner, because decode would have to fetch
+        known = replace(prompt, peer_blocks=best)
+        (prefill,) = [w for w in others if w.worker_id == placement.prefill]
+        costs = [POLICY.prefill_cost(known, worker) for worker in (decode, prefill)]
+        assert costs[0] > costs[1] and max(best, prompt.store_blocks) > decode.hit_blocks
+
+
+def test_a_known_prompt_is_read_where_it_stands_and_by_decode_where_that_is_busy() -> None:
+    """Decode would fetch 4000 tokens; the prefill worker that holds them has the first token sooner."""
+    prompt = Prompt(num_tokens=4000)
+    decode = worker("d", "decode", hit_blocks=0)
+    holder = worker("p", "prefill", hit_blocks=4000 // BLOCK)
+    policy = LongestPrefix(local_prefill_tokens=64)
+    placement = policy.place(prompt, [decode, holder])
+    assert placement is not None and (placement.prefill, placement.prefill_sources) == ("p", ())
+    busy = policy.place(prompt, [decode, replace(holder, queued_tokens=500)])
+    assert busy is not None and busy.prefill is None
+    assert [source.worker_id for source in busy.decode_sources] == ["p"]
+    held = policy.place(prompt, [replace(decode, hit_blocks=4000 // BLOCK), holder])
+    assert held is not None and held.prefill is None
 
 
 @given(fleets(), st.integers(1, 40))
@@ -242,10 +263,11 @@ def test_affinity_holds_while_load_is_even_and_gives_way_when_it_is_not() -> Non
         assert placement is not None and placement.prefill == chosen, queued
 
 
-def test_a_known_prompt_stays_with_decode_wherever_its_blocks_are() -> None:
+def test_a_known_prompt_stays_with_decode_that_fetches_as_soon_as_prefill_could() -> None:
     for prompt, workers in (
         (Prompt(1600, store_blocks=98), [worker("d"), worker("p", "prefill")]),
-        (Prompt(1600), [worker("d"), worker("p", "prefill", hit_blocks=98)]),
+        (Prompt(1600), [worker("d"), worker("p", "prefill", hit_blocks=98, queued_tokens=100)]),
+        (Prompt(1600), [worker("d"), worker("p", "prefill"), worker("e", hit_blocks=98, requests=9)]),
     ):
         placement = POLICY.place(prompt, workers)
         assert placement is not None and (placement.decode, placement.prefill) == ("d", None)
