@@ -63,11 +63,12 @@ class PrefixPuller:
         Before: `seq` is held, its own hits admitted. After: `seq.num_computed` covers what was pulled and its
         blocks are named; after an error it holds nothing, and starts from its own hits again.
         """
-        names = self._missing(seq)
         best = max(sources, key=lambda source: source.num_blocks, default=None)
-        if best is None or not names or best.num_blocks <= len(seq.blocks):
+        if best is None or best.num_blocks <= len(seq.blocks):
             return 0
-        names = names[: best.num_blocks - len(seq.blocks)]
+        names = self._missing(seq)[: best.num_blocks - len(seq.blocks)]
+        if not names:
+            return 0
         pinned = await self._pin(best.worker_id, names, context)
         if not pinned.block_ids:
             return 0
