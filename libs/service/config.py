@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, get_args, get_type_hints
 
+from libs.transfer.names import parse as parse_transfers
 from libs.wire.subjects import check_id
 
 _TYPE_NAMES: Final = {int: "a whole number", float: "a finite number", str: "text", Path: "a path"}
@@ -77,6 +78,9 @@ class Settings:
     max_queue: int = 256  # sequences that wait in one worker; more are refused
     lease_s: float = 30.0
     pull_timeout_s: float = 5.0
+    transfers: str = "shm,tcp"  # how KV blocks may move, the best first; what is left out is forbidden
+    transfer_host: str = ""  # address for TCP transfers, which peers are told; "": the one that reaches NATS
+    transfer_port: int = 0  # 0: any free one
     heartbeat_s: float = 0.5
     drain_timeout_s: float = 30.0
 
@@ -200,8 +204,13 @@ def _check(settings: Settings) -> None:
     for name in ("nats_url", "model", "host", "store"):
         if not getattr(settings, name).strip():
             raise ConfigError(f"{name}: must not be empty")
-    if not 0 <= settings.port <= 65535:
-        raise ConfigError(f"port={settings.port}: must be 0 to 65535")
+    for name in ("port", "transfer_port"):
+        if not 0 <= getattr(settings, name) <= 65535:
+            raise ConfigError(f"{name}={getattr(settings, name)}: must be 0 to 65535")
+    try:
+        parse_transfers(settings.transfers)
+    except ValueError as error:
+        raise ConfigError(f"transfers={settings.transfers!r}: {error}") from None
     endpoint = settings.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"otlp_endpoint={endpoint!r}: must begin with http:// or https://")

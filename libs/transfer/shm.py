@@ -5,7 +5,7 @@ file's descriptor (SCM_RIGHTS) with a line that describes the pool, maps it read
 with plain copies: no byte and no message passes through the holder's process.
 
     holder                                   puller
-      listen  <state>/run/decode-1.sock  <---- connect
+      listen  <state>/run/decode-1.sock  <---- connect          shm://<boot id>/<path of the socket>
       {"worker_id": ..., "epoch": ...} + fd --> mmap(fd, PROT_READ)
                                               copy, copy, copy ...
 """
@@ -17,9 +17,12 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,13 +30,13 @@ import msgspec
 import numpy as np
 
 from libs.engine.kv.pool import KvPool
-from libs.transfer.interface import Copy, PoolInfo, TransferError
+from libs.transfer.interface import Copy, Place, PoolInfo, TransferError, Transport
+from libs.transfer.runs import Run, runs, split
 
 SCHEME = "shm"
 _HELLO_BYTES = 4096
 _COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
-_PIECE_BYTES = 8 << 20
-Run = tuple[int, int, int]  # (their first block, our first block, count)
+_PIECE_BYTES = 4 << 20  # a copy in flight is not interrupted: about half a millisecond
 _MAX_PATH_BYTES = 107  # sun_path of sockaddr_un, less its end
 
 
@@ -53,7 +56,7 @@ class ShmExporter:
 
     @property
     def endpoint(self) -> str:
-        return f"{SCHEME}://{self._path}"
+        return f"{SCHEME}://{_boot_id()}{self._path}"
 
     async def start(self) -> None:
         """Listens; a socket file left by an earlier process of this id is replaced."""
@@ -96,38 +99,68 @@ class ShmLink:
         self._map = mmap.mmap(fd, info.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._theirs = np.frombuffer(self._map, dtype=np.uint8)
         self._threads = ThreadPoolExecutor(max_workers=_COPY_THREADS, thread_name_prefix="kv-copy")
+        self._aborted = threading.Event()
 
-    def pull(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks, run by run, without holding the GIL. Raises TransferError for a block they lack.
+    @property
+    def is_open(self) -> bool:
+        return not self._map.closed
+
+    def pull(self, copies: Sequence[Copy], deadline_s: float) -> None:
+        """See `Link.pull`; also raises TransferError for a block that the peer lacks. Does not hold the GIL.
 
         Several cores copy together: one alone does not reach what the memory can do.
         """
+        if not self.is_open:
+            raise TransferError("the link is closed")
+        self._aborted.clear()
         most = max(1, _PIECE_BYTES // self._own.layout.block_bytes)
         pieces = [piece for run in runs(copies) for piece in split(run, most)]
         if len(pieces) < 2:
             for piece in pieces:
-                self._copy(piece)
+                self._copy(piece, deadline_s)
             return
-        works = [self._threads.submit(self._copy, piece) for piece in pieces]
+        works = [self._threads.submit(self._copy, piece, deadline_s) for piece in pieces]
         wait(works)  # all of them: nobody writes to these blocks when this returns or raises
         for work in works:
             work.result()
 
-    def _copy(self, run: Run) -> None:
+    def _copy(self, run: Run, deadline_s: float) -> None:
         theirs, ours, count = run
         if theirs < 0 or theirs + count > self.info.num_blocks:
             raise TransferError(f"{self.info.worker_id} has no block {theirs + count - 1}")
+        if self._aborted.is_set():
+            raise TransferError("aborted")
+        if time.monotonic() >= deadline_s:
+            raise TransferError(f"copying from {self.info.worker_id} took too long")
         size = self._own.layout.block_bytes
         target = np.frombuffer(self._own.blocks(ours, count), dtype=np.uint8)
         np.copyto(target, self._theirs[theirs * size : (theirs + count) * size])
 
+    def abort(self) -> None:
+        """Ends the pull that runs, if one does; the link remains of use."""
+        self._aborted.set()
+
     def close(self) -> None:
-        self._threads.shutdown()
-        del self._theirs
-        self._map.close()
+        if self.is_open:
+            self._threads.shutdown()
+            del self._theirs
+            self._map.close()
 
 
-def connect(endpoint: str, own: KvPool, timeout_s: float) -> ShmLink:
+def export(pool: KvPool, info: PoolInfo, key: bytes, place: Place) -> ShmExporter:
+    """`key` is not needed: only this user can connect."""
+    return ShmExporter(pool, info, place.run_dir / f"{info.worker_id}.sock")
+
+
+def unreachable(endpoint: str) -> str:
+    """Memory is shared within one running kernel, and the socket must be in a file system that both see."""
+    url = urlsplit(endpoint)
+    if url.netloc != _boot_id():
+        return "on another host"
+    return "" if Path(url.path).exists() else "its socket is not in this file system"
+
+
+def connect(endpoint: str, key: bytes, own: KvPool, timeout_s: float) -> ShmLink:
     """Maps the pool exported at `endpoint`. Blocks up to `timeout_s`. Raises TransferError."""
     path = urlsplit(endpoint).path
     fds: list[int] = []
@@ -139,12 +172,8 @@ def connect(endpoint: str, own: KvPool, timeout_s: float) -> ShmLink:
         info = msgspec.json.decode(hello, type=PoolInfo)
         if len(fds) != 1:
             raise TransferError(f"{endpoint} sent no descriptor")
-        if info.layout != own.layout.fingerprint:
-            raise TransferError(f"{info.worker_id} has KV layout {info.layout}, not {own.layout.fingerprint}")
-        if (
-            info.num_bytes != info.num_blocks * own.layout.block_bytes
-            or os.fstat(fds[0]).st_size < info.num_bytes
-        ):
+        info.check(own)
+        if os.fstat(fds[0]).st_size < info.num_bytes:
             raise TransferError(f"{info.worker_id} describes a pool of another size than it sent")
         return ShmLink(own, info, fds[0])
     except (OSError, msgspec.DecodeError) as error:
@@ -154,21 +183,10 @@ def connect(endpoint: str, own: KvPool, timeout_s: float) -> ShmLink:
             os.close(fd)
 
 
-def split(run: Run, most: int) -> Iterator[Run]:
-    """The run in pieces of at most `most` blocks."""
-    theirs, ours, count = run
-    for start in range(0, count, most):
-        yield (theirs + start, ours + start, min(most, count - start))
+@cache
+def _boot_id() -> str:
+    """Names this start of this kernel: https://docs.kernel.org/admin-guide/sysctl/kernel.html#random"""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def runs(copies: Sequence[Copy]) -> list[Run]:
-    """Joins copies that are consecutive on both sides: (their first block, our first block, count)."""
-    joined: list[Run] = []
-    for theirs, ours in copies:
-        if joined:
-            first_theirs, first_ours, count = joined[-1]
-            if theirs == first_theirs + count and ours == first_ours + count:
-                joined[-1] = (first_theirs, first_ours, count + 1)
-                continue
-        joined.append((theirs, ours, 1))
-    return joined
+TRANSPORT = Transport(SCHEME, export, connect, unreachable)

@@ -71,9 +71,13 @@ class PoolRef(Part, frozen=True, kw_only=True):
     """Where the bytes of a worker's KV pool can be reached, and which life of that worker is meant."""
 
     worker_id: str
-    endpoint: str  # e.g. shm:///run/baton/decode-1.sock
+    endpoints: tuple[str, ...]  # one for each transport, e.g. tcp://10.0.0.7:41873
     epoch: int  # start of the worker's process, ns since 1970; block ids are void in another epoch
     layout: str  # fingerprint of the layout; peers refuse a mismatch
+    key: bytes  # proves to the worker that one may pull, and to oneself that it is the worker
+
+    def __repr__(self) -> str:
+        return f"PoolRef({self.worker_id}, epoch {self.epoch}, {' '.join(self.endpoints)})"  # without the key
 
 
 class Token(Part, frozen=True, kw_only=True):
@@ -169,7 +173,7 @@ class FirstToken(Part, frozen=True, kw_only=True):
     computed_ns: int
 
 
-class Offer(Message, frozen=True, kw_only=True, tag="offer/2"):
+class Offer(Message, frozen=True, kw_only=True, tag="offer/3"):
     """Holder to puller: blocks `first_block ...` of the request's prompt are whole and pinned by `lease_id`.
 
         prompt   |0 ......................... num_tokens|........
@@ -206,7 +210,7 @@ class Pin(Message, frozen=True, kw_only=True, tag="pin/1"):
     lease_s: float
 
 
-class Pinned(Message, frozen=True, kw_only=True, tag="pinned/1"):
+class Pinned(Message, frozen=True, kw_only=True, tag="pinned/2"):
     """Reply to Pin; `block_ids` may be shorter than asked, or empty (then there is no lease to release)."""
 
     pool: PoolRef

@@ -26,15 +26,15 @@ from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
 from libs.store.interface import Store
 from libs.store.objects import ObjectFormat
-from libs.transfer.interface import PoolInfo
 from libs.transfer.links import Links
-from libs.transfer.shm import ShmExporter
+from libs.transfer.transports import allowed
 from libs.wire import messages as wire
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.worker.blocks import BlockFeed, Pins
 from libs.worker.card import ModelCard
 from libs.worker.durable import Durable
+from libs.worker.exports import Exports
 from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
 from libs.worker.report import Identity, Report, State
@@ -97,18 +97,13 @@ class Host:
         self.engine = Engine(self.kv, Scheduler(self.kv, _sizes(settings)), runner, self._on_step)
         self.leases = LeaseTable(self.kv)
         self.outbox = Outbox(bus)
-        self.links = Links(pool)
+        self.links = Links(pool, allowed(settings.transfers))
         self.room = asyncio.Lock()  # held while waiting for free blocks: first come, first served
         self.state: State = "serving"
         self._pool = pool
         self._prefault = Prefault(pool)
-        self._exporter = _exporter(identity, settings, card, pool)
-        self.pool_ref = wire.PoolRef(
-            worker_id=identity.worker_id,
-            endpoint=self._exporter.endpoint,
-            epoch=identity.epoch,
-            layout=card.layout.fingerprint,
-        )
+        self._exports = Exports(identity, settings, card, pool)
+        self.pool_ref = self._exports.ref
         self.puller = PrefixPuller(
             self.kv,
             bus,
@@ -182,12 +177,18 @@ class Host:
 
     def _detail(self) -> dict[str, str | int | float]:
         store = self._durable.detail() if self._durable is not None else {"store": "none"}
-        return {"leases": self.leases.count, "layout": self.card.layout.fingerprint, **store}
+        return {
+            "leases": self.leases.count,
+            "layout": self.card.layout.fingerprint,
+            "exports": " ".join(self.pool_ref.endpoints),
+            "links": self.links.describe() or "none yet",
+            **store,
+        }
 
     async def _start(self, worker: Worker) -> None:
         who = self.identity
         self._worker = worker
-        await self._exporter.start()
+        await self._exports.start()
         await self.bus.subscribe(subjects.pin(who.worker_id), (wire.Pin,), self._pins.pin)
         await self.bus.subscribe(subjects.release(who.worker_id), (wire.Release,), self._pins.release)
         await self.bus.subscribe(subjects.dump(who.worker_id), (wire.DumpRequest,), self._dump)
@@ -212,7 +213,7 @@ class Host:
         if self._durable is not None:
             loops["store writer"] = self._durable.writer.run()
         self._tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
-        log.info("serving", model=self.card.name, kv_blocks=self.kv.total, endpoint=self.pool_ref.endpoint)
+        log.info("serving", model=self.card.name, kv_blocks=self.kv.total, endpoints=self.pool_ref.endpoints)
 
     async def _drain(self, worker: Worker) -> None:
         """No new work; the old ends; peers finish pulling. In that order, all within one deadline."""
@@ -240,7 +241,7 @@ class Host:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._prefault.close)
         await self.links.close()
-        await self._exporter.close()
+        await self._exports.close()
         self._pool.close()
 
     async def _beat(self, worker: Worker) -> None:
@@ -265,23 +266,13 @@ class Host:
         """On a timer, not on new work: an idle worker gives expired leases back too."""
         while True:
             await asyncio.sleep(REAP_INTERVAL_S)
+            await self.links.close_idle(time.monotonic())
             if expired := self.leases.reap(time.monotonic()):
                 log.warning("leases expired", count=len(expired))
                 worker.leases_expired(expired)
 
     async def _dump(self, request: wire.DumpRequest, incoming: Incoming) -> wire.Dump:
         return self._feed.dump(request)
-
-
-def _exporter(identity: Identity, settings: Settings, card: ModelCard, pool: KvPool) -> ShmExporter:
-    info = PoolInfo(
-        worker_id=identity.worker_id,
-        epoch=identity.epoch,
-        layout=card.layout.fingerprint,
-        num_blocks=pool.num_blocks,
-        num_bytes=pool.num_bytes,
-    )
-    return ShmExporter(pool, info, settings.run_dir / f"{identity.worker_id}.sock")
 
 
 def _sizes(settings: Settings) -> SchedulerConfig:

@@ -68,9 +68,10 @@ _LIMITS = Limits(max_tokens=64, stop_token_ids=(2, 7), ignore_eos=True)
 _SOURCES = (Source(worker_id="prefill-2", num_blocks=3),)
 _POOL = PoolRef(
     worker_id="prefill-1",
-    endpoint="shm:///run/baton/prefill-1.sock",
+    endpoints=("shm://boot/run/baton/prefill-1.sock", "tcp://10.0.0.7:41873"),
     epoch=1_796_000_000_000_000_000,
     layout="f16x30",
+    key=bytes(range(32)),
 )
 _TOKEN = Token(id=10813, logprob=-0.25, top=((10813, -0.25), (242, -1.5)))
 _CACHED = Cached(tokens=32, from_peer=8, from_store=16, miss="damaged")

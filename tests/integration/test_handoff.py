@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,20 @@ from opentelemetry.context import Context
 from libs.engine.fake import FakeModel, fake_continuation
 from libs.engine.plan import StepPlan
 from libs.transfer.interface import TransferError
+from libs.transfer.tcp_exporter import TcpExporter
 from libs.wire import subjects
 from libs.wire.errors import Code, NoResponder, RequestRefused
-from libs.wire.messages import Failed, Finished, Message, Offer, OfferFailed, PoolRef, Source
+from libs.wire.messages import (
+    Failed,
+    Finished,
+    Message,
+    Offer,
+    OfferFailed,
+    PoolRef,
+    ServiceStatus,
+    Source,
+    StatusRequest,
+)
 from tests.cluster import Cluster, cluster
 from tests.natsd import nats_url
 
@@ -64,6 +76,36 @@ async def test_text_is_the_same_handed_off_cached_or_computed_by_one_worker(
         assert cached.end.cached.tokens == min(length // 16 * 16, length - 1)  # type: ignore[union-attr]
         assert computed_tokens(running, "prefill-1") == 2
         assert computed_tokens(running, "decode-1") == 0, "decode computed a prompt that it was handed"
+        await all_clean(running)
+
+
+async def test_over_tcp_the_text_is_the_same_and_the_status_says_so(nats_url: str, tmp_path: Path) -> None:
+    prompt = prompt_of(500)
+    async with cluster(nats_url, tmp_path, max_step_tokens=64, transfers="tcp") as (running, client):
+        prefill = await running.add("prefill", "prefill-1")
+        decode = await running.add("decode", "decode-1")
+        answer = await client.ask("r", prompt)
+        assert answer.ids == fake_continuation(prompt, 8)
+        assert computed_tokens(running, "decode-1") == 0
+        status = await client.bus.request(
+            subjects.STATUS, StatusRequest(), ServiceStatus, timeout_s=5
+        )  # of whoever answers first
+        assert str(status.detail["exports"]).startswith("tcp://127.0.0.1:")
+        assert decode.host.links.describe() == "prefill-1 tcp" and not prefill.host.links.describe()
+        await all_clean(running)
+
+
+async def test_a_transfer_that_stalls_costs_its_deadline_and_no_token(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the network between two hosts is cut: nothing is refused, nothing arrives."""
+    monkeypatch.setattr(TcpExporter, "_send", lambda *_: time.sleep(2))
+    prompt = prompt_of(200)
+    async with cluster(nats_url, tmp_path, transfers="tcp", pull_timeout_s=0.3) as (running, client):
+        await running.add("prefill", "prefill-1")
+        await running.add("decode", "decode-1")
+        answer = await client.ask("r", prompt)
+        assert answer.ids == fake_continuation(prompt, 8)
         await all_clean(running)
 
 

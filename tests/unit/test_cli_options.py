@@ -36,6 +36,7 @@ def test_each_setting_has_a_flag() -> None:
         "instance_id": "a-1",
         "nats_url": "nats://127.0.0.1:7",
         "otlp_endpoint": "http://127.0.0.1:7",
+        "transfers": "tcp",
         "store_policy": "s3fifo",
         "store_tenant_share": "0.7",
     }

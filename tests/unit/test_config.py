@@ -161,3 +161,11 @@ class TestInstanceIds:
             monkeypatch.setattr(socket, "gethostname", lambda pod=pod: f"{'release-' * 9}{pod}")
             made.add(instance_id(Settings(), "decode"))
         assert len(made) == 2
+
+
+def test_transports_are_checked_by_name() -> None:
+    assert load({}).transfers == "shm,tcp" and load({"BATON_TRANSFERS": "tcp"}).transfers == "tcp"
+    with pytest.raises(ConfigError, match=r"transfers='warp'.*'warp', only shm, tcp"):
+        load({"BATON_TRANSFERS": "warp"})
+    with pytest.raises(ConfigError, match="transfer_port"):
+        load({"BATON_TRANSFER_PORT": "70000"})

@@ -21,7 +21,7 @@ from libs.worker.blocks import BlockFeed, Pins
 from libs.worker.capacity import MIB, kv_blocks
 
 ROOT = root_name("model", "layout", "default")
-POOL = PoolRef(worker_id="w", endpoint="shm:///x", epoch=5, layout="layout")
+POOL = PoolRef(worker_id="w", endpoints=("shm://b/x",), epoch=5, layout="layout", key=b"k")
 NOBODY = Incoming(subject="s", context=Context(), wants_reply=True)
 
 
