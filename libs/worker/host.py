@@ -21,6 +21,7 @@ from libs.engine.scheduler import Scheduler, SchedulerConfig
 from libs.engine.step import StepEvent
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
+from libs.service.footprint import footprint
 from libs.service.logs import get_logger
 from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
@@ -183,6 +184,7 @@ class Host:
             "exports": " ".join(self.pool_ref.endpoints),
             "links": self.links.describe() or "none yet",
             **store,
+            **footprint(),
         }
 
     async def _start(self, worker: Worker) -> None:

@@ -23,6 +23,7 @@ from libs.placement.policy import Policy
 from libs.placement.view import Prompt, Worker
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
+from libs.service.footprint import footprint
 from libs.service.logs import get_logger
 from libs.store.key import block_key
 from libs.wire import subjects
@@ -197,7 +198,7 @@ class Coordinator:
             state=self.state,
             model=next((heartbeat.model for heartbeat in self.fleet.usable()), None),
             inflight=self.in_flight.num_requests,
-            detail=self._detail(),
+            detail={**self._detail(), **footprint()},
         )
 
     def tick(self, *, connected: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from libs.service.bus import Bus, Incoming
 from libs.service.config import Settings
+from libs.service.footprint import footprint
 from libs.service.logs import get_logger
 from libs.service.outbox import Outbox
 from libs.service.telemetry import Telemetry
@@ -171,7 +172,7 @@ class Gateway:
             model=self._model.name,
             address=self.address,
             inflight=self.admission.inflight,
-            detail={"reason": "; ".join(reasons)} if reasons else {},
+            detail={**({"reason": "; ".join(reasons)} if reasons else {}), **footprint()},
         )
 
     async def _check_fleet(self) -> None:
