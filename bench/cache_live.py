@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.live import Up, baton_up
 from bench.peers.options import threads_of
-from bench.peers.tiers import Up, baton_up
 from libs.bench.cache.arrivals import arrivals
 from libs.bench.cache.naming import BlockNames
 from libs.bench.cache.options import ReplayOptions

@@ -75,12 +75,12 @@ def parse_answer(document: dict[str, Any], wall_ms: float) -> Answer:
 
 
 @contextmanager
-def serving(server: Path, model: Path, threads: int, num_tokens: int) -> Iterator[str]:
-    """A server with one slot, stopped at the end whatever happens."""
+def serving(server: Path, model: Path, threads: int, num_tokens: int, slots: int = 1) -> Iterator[str]:
+    """A server with room for `num_tokens` in all, stopped at the end whatever happens."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
-        server, "-m", model, "-t", threads, "-fa", "on", "-np", 1, "-c", num_tokens + 256,
+        server, "-m", model, "-t", threads, "-fa", "on", "-np", slots, "-c", num_tokens + 256,
         "--host", "127.0.0.1", "--port", port, "--offline",
     ]  # fmt: skip
     with tempfile.TemporaryFile() as log:

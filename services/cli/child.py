@@ -30,6 +30,7 @@ class ProcessSpec:
     env: Mapping[str, str]
     log: Path
     grace_s: float  # from SIGTERM to SIGKILL
+    cores: frozenset[int] | None = None  # that it may run on; None: those of the supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Child:
                 process = subprocess.Popen(  # noqa: ASYNC220
                     self.spec.argv, env=dict(self.spec.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,  # Ctrl-C reaches the supervisor alone, which knows the order
-                    preexec_fn=lambda: _die_with(supervisor),
+                    preexec_fn=lambda: _prepare(supervisor, self.spec.cores),
                 )  # fmt: skip
         except OSError as error:
             raise ChildFailed(self.name, f"cannot be started: {error}", self.spec.log) from None
@@ -203,8 +204,10 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _die_with(supervisor: int) -> None:
+def _prepare(supervisor: int, cores: frozenset[int] | None) -> None:
     """Runs in the new process before its program: the kernel ends it when the supervisor is gone, however."""
     failed = _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0
     if failed or os.getppid() != supervisor:  # it went before prctl
         os._exit(127)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)

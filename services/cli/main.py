@@ -82,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--decode", type=_count_from(1), default=1, metavar="N", help="decode workers (default: 1)"
     )
+    up.add_argument(
+        "--pin", action="store_true", help="each decode worker has CPU cores that nothing else runs on"
+    )
     add_settings(up, (name for name in ALL_FIELDS if name != "instance_id"))
     up.set_defaults(run=_up)
 
@@ -118,6 +121,7 @@ def _up(arguments: argparse.Namespace, settings: Settings) -> int:
         prefill=arguments.prefill,
         decode=arguments.decode,
         external_nats=arguments.nats_is_external,
+        pin=arguments.pin,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from libs.service.config import Settings
 from services.cli.child import ProcessSpec
 from services.cli.options import environment_of
+from services.cli.pinning import Pinning
 
 _ROOT = Path(__file__).parents[2]
 _KILL_MARGIN_S = 5.0  # beyond the time that a service gives its own requests to end
@@ -43,22 +44,28 @@ def make_plan(
     decode: int,
     cores: int,
     suffix: str = "",
+    pinning: Pinning | None = None,
 ) -> Plan:
     """One cache, one gateway, and the given numbers of workers.
 
     `suffix` makes the ids unique where other machines share the NATS server. `cores` is what this machine
-    grants; `settings.nats_url` must be final.
+    grants; `settings.nats_url` must be final. With `pinning`, decode workers have cores of their own.
     """
-    threads = settings.threads or worker_threads(cores, prefill + decode)
+    shared = pinning.threads if pinning is not None else worker_threads(cores, prefill + decode)
+    threads = settings.threads or shared
 
     def specs(role: str, count: int) -> tuple[ProcessSpec, ...]:
         names = (f"{role}-{number}{suffix}" for number in range(1, count + 1))
         return tuple(_spec(settings, environ, role, name, threads) for name in names)
 
+    decodes = specs("decode", decode)
+    if pinning is not None:
+        decodes = tuple(replace(spec, cores=own) for spec, own in zip(decodes, pinning.decode, strict=True))
+
     return Plan(
         cache=specs("cache", 1),
         prefill=specs("prefill", prefill),
-        decode=specs("decode", decode),
+        decode=decodes,
         gateway=specs("gateway", 1),
     )
 

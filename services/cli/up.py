@@ -20,6 +20,7 @@ from libs.service.config import ConfigError, Settings
 from libs.wire.messages import ServiceStatus
 from services.cli import health, logfile, machine, nats_server
 from services.cli.child import Child, ChildFailed, RestartPolicy
+from services.cli.pinning import Pinning, share_cores
 from services.cli.plan import Plan, make_plan
 from services.cli.progress import Progress
 from services.cli.running import Running, StateDirBusy, StateLock
@@ -37,11 +38,15 @@ class StartTimeout(Exception):
     """Not everything was ready in time."""
 
 
-def run_up(settings: Settings, *, prefill: int, decode: int, external_nats: bool) -> int:
-    """Runs until Ctrl-C or SIGTERM; returns the exit status.
+def run_up(settings: Settings, *, prefill: int, decode: int, external_nats: bool, pin: bool = False) -> int:
+    """Runs until Ctrl-C or SIGTERM; returns the exit status. `pin`: decode workers get cores of their own.
 
     Raises ConfigError or CheckpointError before anything starts.
     """
+    pinning = None
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        pinning = share_cores(cores, prefill=prefill, decode=decode, threads=settings.threads)
     open_checkpoint(resolve_model(settings.model))  # better one clear error now than one from each worker
     lock = StateLock(settings.state_dir)
     try:
@@ -55,7 +60,9 @@ def run_up(settings: Settings, *, prefill: int, decode: int, external_nats: bool
         logs.configure("up", "up", settings, stream=log)
         settings = replace(settings, port=machine.free_port(settings.host, settings.port))
         machine.remove_dead_sockets(settings.run_dir)
-        return asyncio.run(_Up(settings, lock, prefill, decode, external_nats).run())
+        if pinning is not None:
+            os.sched_setaffinity(0, pinning.rest)  # children inherit it
+        return asyncio.run(_Up(settings, lock, prefill, decode, external_nats, pinning).run())
     finally:
         machine.remove_dead_sockets(settings.run_dir)
         lock.release()
@@ -65,12 +72,19 @@ class _Up:
     """One run of `baton up`."""
 
     def __init__(
-        self, settings: Settings, lock: StateLock, prefill: int, decode: int, external_nats: bool
+        self,
+        settings: Settings,
+        lock: StateLock,
+        prefill: int,
+        decode: int,
+        external_nats: bool,
+        pinning: Pinning | None,
     ) -> None:
         self._settings = settings
         self._lock = lock
         self._workers = (prefill, decode)
         self._external_nats = external_nats
+        self._pinning = pinning
         self._progress = Progress(sys.stderr)
         self._stop = asyncio.Event()
         self._plan: Plan | None = None
@@ -106,7 +120,7 @@ class _Up:
         prefill, decode = self._workers
         self._plan = make_plan(
             settings, os.environ, prefill=prefill, decode=decode, cores=machine.cores(),
-            suffix=machine.id_suffix() if self._external_nats else "",
+            suffix=machine.id_suffix() if self._external_nats else "", pinning=self._pinning,
         )  # fmt: skip
         self._watch = health.StatusWatch(nats_url)
         for spec in self._plan.all:
