@@ -165,6 +165,32 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort/1"):
     attempt: int  # this attempt and older ones
 
 
+class Audit(Message, frozen=True, kw_only=True, tag="audit/1"):
+    """Gateway to worker: what do you still owe of these (request id, attempt)? They have been quiet for a while.
+
+    Worker to gateway: do you still wait for these? They have been here for a while.
+    """
+
+    attempts: tuple[tuple[str, int], ...]
+
+
+class Debt(Part, frozen=True, kw_only=True):
+    """What is open of one attempt. Not `owed`: there is no such work, done or never heard of; a gateway waits for none.
+
+    Decode workers say how many tokens of the answer they have sent, and whether they wait for a prefill worker's Offer.
+    """
+
+    owed: bool
+    num_sent: int = 0
+    awaits_offer: bool = False
+
+
+class Audited(Message, frozen=True, kw_only=True, tag="audited/1"):
+    """Reply to Audit, in the order that was asked."""
+
+    debts: tuple[Debt, ...]
+
+
 class FirstToken(Part, frozen=True, kw_only=True):
     """What prefill sampled, with what decode must report: hits, and when computing ended (ns since 1970)."""
 

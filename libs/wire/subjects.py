@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 from libs.wire.messages import Role
 
@@ -40,6 +40,11 @@ def submit_any(role: Role) -> str:
 
 def abort(worker_id: str) -> str:
     return f"baton.worker.{worker_id}.abort"
+
+
+def audit(role: Role | Literal["gateway"], instance_id: str) -> str:
+    """What does this process still owe, or still wait for?"""
+    return f"baton.{role}.{instance_id}.audit"
 
 
 def offer(worker_id: str) -> str:

@@ -36,6 +36,7 @@ from libs.worker.blocks import BlockFeed, Pins
 from libs.worker.card import ModelCard
 from libs.worker.durable import Durable
 from libs.worker.exports import Exports
+from libs.worker.orphans import Orphans
 from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
 from libs.worker.report import Identity, Report, State
@@ -62,6 +63,14 @@ class Worker(Protocol):
         ...
 
     def abort(self, request_id: str, attempt: int) -> None: ...
+
+    def requests(self) -> list[wire.Generate | wire.Prefill]:
+        """Those in hand, of any gateway."""
+        ...
+
+    def debt(self, request_id: str, attempt: int) -> wire.Debt:
+        """What is still to come of an attempt."""
+        ...
 
     def leases_expired(self, lease_ids: list[str]) -> None:
         """Nobody released these in time."""
@@ -201,7 +210,11 @@ class Host:
         async def abort(message: wire.Abort, incoming: Incoming) -> None:
             worker.abort(message.request_id, message.attempt)
 
+        async def audit(message: wire.Audit, incoming: Incoming) -> wire.Audited:
+            return wire.Audited(debts=tuple(worker.debt(*attempt) for attempt in message.attempts))
+
         await self.bus.subscribe(subjects.STATUS, (wire.StatusRequest,), status)
+        await self.bus.subscribe(subjects.audit(who.role, who.worker_id), (wire.Audit,), audit)
         await self.bus.subscribe(subjects.abort(who.worker_id), (wire.Abort,), abort)
         await self.bus.subscribe(subjects.ABORT_ALL, (wire.Abort,), abort)
         await worker.start()
@@ -211,6 +224,7 @@ class Host:
             "heartbeat": self._beat(worker),
             "block events": self._publish_events(),
             "lease reaper": self._reap(worker),
+            "orphans": Orphans(self.bus, worker.requests, worker.abort).run(),
         }
         if self._durable is not None:
             loops["store writer"] = self._durable.writer.run()

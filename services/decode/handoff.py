@@ -40,6 +40,7 @@ class Intake:
         self._queue: asyncio.Queue[Offer | OfferFailed] = asyncio.Queue(MAX_OFFERS)
         self._lease: Offer | None = None
         self._over = False
+        self.awaits_offer = False  # all that have come are pulled, and the last one is not among them
 
     def put(self, offer: Offer | OfferFailed) -> bool:
         """False if the handoff is over, well or not: the offer is not for it."""
@@ -88,11 +89,14 @@ class Intake:
 
     async def _next(self, seq: Sequence) -> Offer:
         timeout_s = (seq.deadline_ns - time.time_ns()) / 1e9
+        self.awaits_offer = self._queue.empty()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow a cancellation
                 offer = await self._queue.get()
         except TimeoutError:
             raise HandoffFailed("the deadline passed while waiting for prefill") from None
+        finally:
+            self.awaits_offer = False
         if isinstance(offer, OfferFailed):
             raise HandoffFailed(f"prefill failed: {offer.message} ({offer.code})")
         if self._lease is not None and offer.lease_id != self._lease.lease_id:

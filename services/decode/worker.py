@@ -18,7 +18,17 @@ from libs.service.bus import Incoming
 from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
-from libs.wire.messages import Accepted, FinishReason, FirstToken, Generate, Offer, OfferFailed, Release
+from libs.wire.messages import (
+    Accepted,
+    Debt,
+    FinishReason,
+    FirstToken,
+    Generate,
+    Offer,
+    OfferFailed,
+    Prefill,
+    Release,
+)
 from libs.worker.admit import fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
@@ -192,6 +202,16 @@ class DecodeWorker:
         for job in [job for job in self._jobs.values() if job.request.request_id == request_id]:
             if job.request.attempt <= attempt:
                 self._drop(job, Code.ABORTED)
+
+    def requests(self) -> list[Generate | Prefill]:
+        return [job.request for job in self._jobs.values()]
+
+    def debt(self, request_id: str, attempt: int) -> Debt:
+        """An answer, until its end is sent."""
+        job = self._jobs.get(engine_id(request_id, attempt))
+        if job is None:
+            return Debt(owed=False)
+        return Debt(owed=True, num_sent=job.stream.num_sent, awaits_offer=job.intake.awaits_offer)
 
     def leases_expired(self, lease_ids: list[str]) -> None:
         """Leases here are pins of peers: what they did not fetch in time, they compute."""

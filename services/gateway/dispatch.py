@@ -9,6 +9,7 @@ duplicate tokens are dropped, and a missing token becomes a `Failed`, because a 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import msgspec
 from libs.wire.errors import Code
 from libs.wire.messages import Delta, Failed, Finished, StepOutput
 
-Irregularity = Literal["unknown", "stale", "duplicate", "gap", "overflow"]
+Irregularity = Literal["unknown", "stale", "duplicate", "gap", "lost", "overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Inbox:
         self._items: deque[Item] = deque()
         self._next_seq = 0
         self._ended = False
+        self._heard_s = 0.0  # when its workers last said something, or were given it (monotonic)
         self._wake = asyncio.Event()
 
     def expect(self, attempt: int, decode: str | None, prefill: str | None, next_seq: int = 0) -> None:
@@ -54,6 +56,16 @@ class Inbox:
         self._items.clear()
         self._next_seq = next_seq
         self._ended = False
+        self._heard_s = time.monotonic()
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next token: so many have arrived."""
+        return self._next_seq
+
+    def is_quiet(self, now_s: float, quiet_s: float) -> bool:
+        """Nothing has come for `quiet_s`, though something must."""
+        return not self._ended and bool(self.attempt) and now_s - self._heard_s >= quiet_s
 
     async def take(self, timeout_s: float) -> list[Item]:
         """All that has arrived, in order; waits up to `timeout_s` for the first. Empty: nothing came."""
@@ -73,6 +85,7 @@ class Inbox:
         if output.attempt != self.attempt or self._ended or self.decode not in (None, worker_id):
             self._count("stale")
             return
+        self._heard_s = time.monotonic()
         if isinstance(output, Delta):
             self._put_delta(output)
         elif isinstance(output, Finished) and output.num_tokens != self._next_seq:
@@ -83,6 +96,11 @@ class Inbox:
     def worker_lost(self, worker_id: str, reason: str) -> None:
         if worker_id in (self.decode, self.prefill) and not self._ended:
             self._add(WorkerLost(worker_id, reason))
+
+    def lost(self, problem: str) -> None:
+        """Ends the attempt: something of its answer will never arrive."""
+        if not self._ended:
+            self._fail("lost", problem)
 
     def fail(self, code: Code, message: str, *, retryable: bool) -> None:
         """Ends the attempt from this side."""
@@ -116,8 +134,9 @@ class Inbox:
     def _fail(self, kind: Irregularity, problem: str) -> None:
         """Messages were lost on the way, which says nothing against the worker; too many tokens do."""
         self._count(kind)
-        code = Code.WORKER_LOST if kind == "gap" else Code.INTERNAL
-        self.fail(code, f"the answer arrived damaged: {problem}", retryable=kind == "gap")
+        is_lost = kind in ("gap", "lost")
+        code = Code.WORKER_LOST if is_lost else Code.INTERNAL
+        self.fail(code, f"the answer arrived damaged: {problem}", retryable=is_lost)
 
     def _end(self, output: Finished | Failed) -> None:
         self._ended = True
@@ -146,9 +165,19 @@ class Dispatcher:
         self._open[request_id] = inbox
         return inbox
 
+    def is_waiting(self, request_id: str, attempt: int) -> bool:
+        """Outputs of this attempt are still of use."""
+        inbox = self._open.get(request_id)
+        return inbox is not None and inbox.attempt == attempt
+
     def close(self, request_id: str) -> None:
         """Idempotent; what arrives later is dropped and counted."""
         self._open.pop(request_id, None)
+
+    def quiet(self, quiet_s: float) -> list[Inbox]:
+        """Those that wait for a worker which has said nothing of them for `quiet_s`."""
+        now_s = time.monotonic()
+        return [inbox for inbox in self._open.values() if inbox.decode and inbox.is_quiet(now_s, quiet_s)]
 
     def deliver(self, message: StepOutput) -> None:
         for output in message.outputs:

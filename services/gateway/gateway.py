@@ -17,9 +17,18 @@ from libs.service.telemetry import Telemetry
 from libs.text.model import TextModel
 from libs.wire import subjects
 from libs.wire.errors import Code
-from libs.wire.messages import Heartbeat, ServiceStatus, StatusRequest, StepOutput
+from libs.wire.messages import (
+    Audit,
+    Audited,
+    Debt,
+    Heartbeat,
+    ServiceStatus,
+    StatusRequest,
+    StepOutput,
+)
 from services.gateway.admission import Admission
 from services.gateway.answering import Answering, Served
+from services.gateway.audit import Auditor
 from services.gateway.dispatch import Dispatcher
 from services.gateway.fleet import Fleet, loss_after_s
 from services.gateway.metrics import Metrics
@@ -60,6 +69,7 @@ class Gateway:
         self._offload = Offload()
         self._outbox = Outbox(bus)
         self._dispatcher = Dispatcher(self.metrics.irregular)
+        self._auditor = Auditor(bus, self._outbox, self._dispatcher)
         self.fleet = Fleet(
             model.fingerprint, loss_after_s(settings.heartbeat_s), self._dispatcher.worker_lost
         )
@@ -75,10 +85,12 @@ class Gateway:
         """Listens to workers. Raises BusError."""
         await self._bus.subscribe(subjects.outputs(self.gateway_id), (StepOutput,), self._on_outputs)
         await self._bus.subscribe(subjects.HEARTBEATS, (Heartbeat,), self._on_heartbeat)
+        await self._bus.subscribe(subjects.audit("gateway", self.gateway_id), (Audit,), self._on_audit)
         await self._bus.subscribe(subjects.STATUS, (StatusRequest,), self._on_status)
         self._tasks = [
             asyncio.create_task(self._outbox.run(), name="outbox"),
             asyncio.create_task(self._check_fleet(), name="fleet check"),
+            asyncio.create_task(self._auditor.run(), name="audit"),
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -158,6 +170,10 @@ class Gateway:
 
     async def _on_heartbeat(self, beat: Heartbeat, incoming: Incoming) -> None:
         self.fleet.hear(beat, time.monotonic())
+
+    async def _on_audit(self, audit: Audit, incoming: Incoming) -> Audited:
+        waits = self._dispatcher.is_waiting
+        return Audited(debts=tuple(Debt(owed=waits(*attempt)) for attempt in audit.attempts))
 
     async def _on_status(self, request: StatusRequest, incoming: Incoming) -> ServiceStatus:
         reasons = self.not_ready()

@@ -37,7 +37,7 @@ from services.gateway.parts import Parts
 from services.gateway.recovery import Recovery
 from services.gateway.transcript import Piece, Transcript
 
-TOKEN_SILENCE_S: Final = 120.0  # between two tokens; an end that was lost on the way must not hold a client
+TOKEN_SILENCE_S: Final = 120.0  # between two tokens, of a worker that lives and owes them
 log = get_logger()
 
 

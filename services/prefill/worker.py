@@ -17,7 +17,7 @@ from libs.service.bus import Incoming
 from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
-from libs.wire.messages import Accepted, Offer, OfferFailed, Prefill
+from libs.wire.messages import Accepted, Debt, Generate, Offer, OfferFailed, Prefill
 from libs.worker.admit import fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
@@ -160,6 +160,13 @@ class PrefillWorker:
             if job.request.request_id == request_id and job.request.attempt <= attempt:
                 self._offers.withdraw(job.handoff)
                 del self._handed_off[lease_id]
+
+    def requests(self) -> list[Generate | Prefill]:
+        return [job.request for job in self._jobs.values()]
+
+    def debt(self, request_id: str, attempt: int) -> Debt:
+        """An offer, until the last one is made."""
+        return Debt(owed=engine_id(request_id, attempt) in self._jobs)
 
     def leases_expired(self, lease_ids: list[str]) -> None:
         """Blocks that the decode worker did not fetch: perhaps it never heard of them, and waits."""

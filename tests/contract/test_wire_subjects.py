@@ -27,6 +27,7 @@ def test_no_two_subjects_overlap() -> None:
     made += [subjects.STORE_OFFER, subjects.STORE_LOCATE, subjects.STORE_CHANGED]
     made += [subjects.submit_any("prefill"), subjects.submit_any("decode")]
     for id in ids:
+        made += [subjects.audit("prefill", id), subjects.audit("decode", id), subjects.audit("gateway", id)]
         made += [subjects.submit("prefill", id), subjects.submit("decode", id), subjects.outputs(id)]
         made += [
             subjects.heartbeat("prefill", id),
@@ -35,7 +36,13 @@ def test_no_two_subjects_overlap() -> None:
         ]
         made += [
             make(id)
-            for make in (subjects.abort, subjects.offer, subjects.pin, subjects.release, subjects.dump)
+            for make in (
+                subjects.abort,
+                subjects.offer,
+                subjects.pin,
+                subjects.release,
+                subjects.dump,
+            )
         ]
     assert len(set(made)) == len(made)
 

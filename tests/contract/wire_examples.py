@@ -5,10 +5,13 @@ from __future__ import annotations
 from libs.wire.messages import (
     Abort,
     Accepted,
+    Audit,
+    Audited,
     BlockEvent,
     BlockEvents,
     Cached,
     Choice,
+    Debt,
     Delta,
     Done,
     Dump,
@@ -110,6 +113,8 @@ EXAMPLES: tuple[Message, ...] = (
     Accepted(worker_id="decode-1"),
     Refused(code="overloaded", message="queue is full: 256 wait", retryable=True, retry_after_s=1.5),
     Abort(request_id="chatcmpl-1", attempt=2),
+    Audit(attempts=(("chatcmpl-1", 2), ("chatcmpl-2", 1))),
+    Audited(debts=(Debt(owed=True, num_sent=7, awaits_offer=True), Debt(owed=False))),
     Offer(
         request_id="chatcmpl-1",
         attempt=1,
