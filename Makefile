@@ -47,6 +47,7 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos.storm --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos.aborts $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
