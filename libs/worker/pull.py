@@ -69,7 +69,11 @@ class PrefixPuller:
         names = self._missing(seq)[: best.num_blocks - len(seq.blocks)]
         if not names:
             return 0
-        pinned = await self._pin(best.worker_id, names, context)
+        try:
+            pinned = await self._pin(best.worker_id, names, context)
+        except TransferError:
+            self._kv.release(seq)
+            raise
         if not pinned.block_ids:
             return 0
         return await self._copy(seq, pinned, context)

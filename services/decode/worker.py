@@ -88,8 +88,7 @@ class DecodeWorker:
         if self._attempts.begin(request.request_id, request.attempt):
             job = self._job(request, incoming.context)
             self._jobs[job.seq.request_id] = job
-            work = self._take_over(job) if request.remote_prefill else self._compute(job)
-            job.task = asyncio.create_task(work, name=f"request {job.seq.request_id}")
+            job.task = asyncio.create_task(self._begin(job), name=f"request {job.seq.request_id}")
         return Accepted(worker_id=host.identity.worker_id)
 
     def _job(self, request: Generate, context: Context) -> Job:
@@ -135,6 +134,16 @@ class DecodeWorker:
             self._streams.flush()
             if job.task is not None:
                 job.task.cancel()
+
+    async def _begin(self, job: Job) -> None:
+        """Until the engine has it. Whatever goes wrong, the gateway is told: nobody else waits for this task."""
+        try:
+            await (self._take_over(job) if job.request.remote_prefill else self._compute(job))
+        except Exception as error:
+            log.exception("request failed", request_id=job.request.request_id)
+            self._host.kv.release(job.seq)
+            self._fail(job, Code.INTERNAL, f"{type(error).__name__}: {error}", retryable=True)
+            self._streams.flush()
 
     async def _take_over(self, job: Job) -> None:
         """Remote prefill: pull the prompt's blocks while they are made, then go on after the first token."""

@@ -100,6 +100,10 @@ class PrefillWorker:
                 job.waiting_since_ns = resumed_ns
         except RequestRefused as error:
             self._fail(job, error.code, error.message)
+        except Exception as error:  # nobody else waits for this task
+            log.exception("prefill failed", request_id=job.request.request_id)
+            self._host.kv.release(job.seq)
+            self._fail(job, Code.INTERNAL, f"{type(error).__name__}: {error}")
 
     def on_step(self, events: list[StepEvent]) -> None:
         for event in events:

@@ -161,6 +161,43 @@ async def test_a_source_that_is_gone_or_knows_nothing_costs_only_the_computing(
 
 
 @pytest.mark.parametrize("prefill", ["prefill-1", None])
+async def test_a_source_that_is_gone_does_not_cost_what_is_here(
+    nats_url: str, tmp_path: Path, prefill: str | None
+) -> None:
+    prompt = prompt_of(200)
+    sources = {
+        "prefill_sources" if prefill else "decode_sources": (Source(worker_id="nobody", num_blocks=12),)
+    }
+    async with cluster(nats_url, tmp_path) as (running, client):
+        await running.add("prefill", "prefill-1")
+        await running.add("decode", "decode-1")
+        await client.ask("before", prompt[:100], prefill=prefill)
+        answer = await client.ask("r", prompt, prefill=prefill, **sources)
+        assert answer.ids == fake_continuation(prompt, 8)
+        assert isinstance(answer.end, Finished) and answer.end.cached.tokens == 96
+        await all_clean(running)
+
+
+async def test_a_bug_in_fetching_is_told_and_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
+    prompt, sources = prompt_of(200), (Source(worker_id="prefill-1", num_blocks=12),)
+    async with cluster(nats_url, tmp_path) as (running, client):
+        prefill = await running.add("prefill", "prefill-1")
+        decode = await running.add("decode", "decode-1")
+
+        async def broken(*_: object) -> int:
+            raise RuntimeError("injected")
+
+        prefill.host.puller.pull = broken  # type: ignore[method-assign, assignment]
+        computed = await client.ask("prefill", prompt, prefill_sources=sources)
+        assert computed.ids == fake_continuation(prompt, 8), "decode computed it"
+        decode.host.puller.pull = broken  # type: ignore[method-assign, assignment]
+        failed = await client.ask("decode", prompt_of(200, seed=3), prefill=None, decode_sources=sources)
+        assert isinstance(failed.end, Failed) and failed.end.retryable
+        assert (failed.end.code, failed.end.message) == (Code.INTERNAL, "RuntimeError: injected")
+        await all_clean(running)
+
+
+@pytest.mark.parametrize("prefill", ["prefill-1", None])
 async def test_one_token_is_one_token_and_a_stop_token_first_decodes_nothing(
     nats_url: str, tmp_path: Path, prefill: str | None
 ) -> None:
