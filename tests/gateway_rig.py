@@ -111,6 +111,11 @@ class FakeWorker:
         self.script = [Token(id=i) for i in ids] + ([Token(id=2)] if end else [])
 
     async def start(self) -> FakeWorker:
+        await self.listen()
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def listen(self) -> None:
         bus, me = self.bus, self.worker_id
         kind: Any = Generate if self.role == "decode" else Prefill
         self._subscriptions = [
@@ -120,8 +125,12 @@ class FakeWorker:
             await bus.subscribe(subjects.ABORT_ALL, (Abort,), self._abort),
             await bus.subscribe(subjects.offer(me), (Offer, OfferFailed), self._offer),
         ]
-        self._beating = asyncio.create_task(self._beat())
-        return self
+
+    async def cut_off(self) -> None:
+        """It beats, and nothing reaches it."""
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions = []
 
     def die_soon(self) -> None:
         """For behaviours, which die with their worker."""
@@ -133,8 +142,7 @@ class FakeWorker:
             self._beating.cancel()
         for task in self._tasks:
             task.cancel()
-        for subscription in self._subscriptions:
-            await subscription.unsubscribe()
+        await self.cut_off()
 
     async def beat(self) -> None:
         load = Load(waiting=0, running=0, blocks_free=9, blocks_cached=0, blocks_total=9, queue_limit=9)

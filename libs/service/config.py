@@ -98,6 +98,7 @@ class Settings:
     # gateway
     host: str = "127.0.0.1"
     port: int = 8000
+    listen_fd: int | None = None  # a listening socket that was inherited, in place of host and port
     max_inflight: int = 256  # requests a gateway owns at once; more are refused with 429
     request_timeout_s: float = 600.0
     recovery_s: float = 20.0  # a request that lost its worker waits so long for another
@@ -196,8 +197,8 @@ def _check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}: must be above 0")
-    for name in ("local_prefill_tokens", "drain_timeout_s"):
-        if getattr(settings, name) < 0:
+    for name in ("local_prefill_tokens", "drain_timeout_s", "listen_fd"):
+        if (getattr(settings, name) or 0) < 0:
             raise ConfigError(f"{name}={getattr(settings, name)}: must be 0 or more")
     if settings.store_tenant_share > 1:
         raise ConfigError(f"store_tenant_share={settings.store_tenant_share}: must be at most 1")

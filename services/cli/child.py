@@ -31,6 +31,7 @@ class ProcessSpec:
     log: Path
     grace_s: float  # from SIGTERM to SIGKILL
     cores: frozenset[int] | None = None  # that it may run on; None: those of the supervisor
+    fds: tuple[int, ...] = ()  # open files that it inherits, under the same numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Child:
                 # process with threads must not run Python code.
                 process = subprocess.Popen(  # noqa: ASYNC220
                     self.spec.argv, env=dict(self.spec.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    pass_fds=self.spec.fds,
                     start_new_session=True,  # Ctrl-C reaches the supervisor alone, which knows the order
                     preexec_fn=lambda: _prepare(supervisor, self.spec.cores),
                 )  # fmt: skip

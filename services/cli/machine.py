@@ -13,6 +13,8 @@ from libs.service.config import ConfigError
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
+_BACKLOG = 4096  # the kernel grants at most net.core.somaxconn
+
 
 def cores() -> int:
     """CPUs that this process may use: its affinity, or less where a control group limits it."""
@@ -26,15 +28,28 @@ def cores() -> int:
 
 def free_port(host: str, port: int) -> int:
     """`port`, or a free one for 0. Raises ConfigError when it, or the host, cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = "is in use" if error.errno == 98 else f"cannot be used ({error.strerror or error})"
-            raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from None
+    with _bound(host, port) as probe:
         return int(probe.getsockname()[1])
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Listens: connections wait until a child process accepts them. Raises ConfigError as `free_port` does."""
+    listener = _bound(host, port)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        reason = "is in use" if error.errno == 98 else f"cannot be used ({error.strerror or error})"
+        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from None
+    return made
 
 
 async def reachable(url: str, timeout_s: float) -> bool:

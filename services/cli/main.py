@@ -83,9 +83,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--decode", type=_count_from(1), default=1, metavar="N", help="decode workers (default: 1)"
     )
     up.add_argument(
+        "--gateways",
+        type=_count_from(1),
+        default=1,
+        metavar="N",
+        help="processes that answer HTTP, on one port (default: 1)",
+    )
+    up.add_argument(
         "--pin", action="store_true", help="each decode worker has CPU cores that nothing else runs on"
     )
-    add_settings(up, (name for name in ALL_FIELDS if name != "instance_id"))
+    add_settings(up, (name for name in ALL_FIELDS if name not in ("instance_id", "listen_fd")))
     up.set_defaults(run=_up)
 
     for service in SERVICES:
@@ -120,6 +127,7 @@ def _up(arguments: argparse.Namespace, settings: Settings) -> int:
         settings,
         prefill=arguments.prefill,
         decode=arguments.decode,
+        gateways=arguments.gateways,
         external_nats=arguments.nats_is_external,
         pin=arguments.pin,
     )

@@ -53,6 +53,7 @@ _HELP: Mapping[str, str] = {
     "local_prefill_tokens": "decode computes an uncached suffix up to this itself",
     "host": "address the gateway listens on",
     "port": "port the gateway listens on; 0: any free one",
+    "listen_fd": "a listening socket that was inherited, in place of host and port",
     "max_inflight": "requests a gateway owns at once; more are refused",
     "request_timeout_s": "longest time of one request",
     "recovery_s": "how long a request that lost its worker waits for another",

@@ -43,10 +43,11 @@ def make_plan(
     prefill: int,
     decode: int,
     cores: int,
+    gateways: int = 1,
     suffix: str = "",
     pinning: Pinning | None = None,
 ) -> Plan:
-    """One cache, one gateway, and the given numbers of workers.
+    """One cache, and the given numbers of workers and gateways, which share `settings.listen_fd` if there is one.
 
     `suffix` makes the ids unique where other machines share the NATS server. `cores` is what this machine
     grants; `settings.nats_url` must be final. With `pinning`, decode workers have cores of their own.
@@ -56,17 +57,19 @@ def make_plan(
 
     def specs(role: str, count: int) -> tuple[ProcessSpec, ...]:
         names = (f"{role}-{number}{suffix}" for number in range(1, count + 1))
-        return tuple(_spec(settings, environ, role, name, threads) for name in names)
+        own = settings if role == "gateway" else replace(settings, listen_fd=None)
+        return tuple(_spec(own, environ, role, name, threads) for name in names)
 
     decodes = specs("decode", decode)
     if pinning is not None:
         decodes = tuple(replace(spec, cores=own) for spec, own in zip(decodes, pinning.decode, strict=True))
 
+    fds = () if settings.listen_fd is None else (settings.listen_fd,)
     return Plan(
         cache=specs("cache", 1),
         prefill=specs("prefill", prefill),
         decode=decodes,
-        gateway=specs("gateway", 1),
+        gateway=tuple(replace(spec, fds=fds) for spec in specs("gateway", gateways)),
     )
 
 

@@ -7,10 +7,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,18 @@ class StartTimeout(Exception):
     """Not everything was ready in time."""
 
 
-def run_up(settings: Settings, *, prefill: int, decode: int, external_nats: bool, pin: bool = False) -> int:
+def run_up(
+    settings: Settings,
+    *,
+    prefill: int,
+    decode: int,
+    external_nats: bool,
+    gateways: int = 1,
+    pin: bool = False,
+) -> int:
     """Runs until Ctrl-C or SIGTERM; returns the exit status. `pin`: decode workers get cores of their own.
+
+    The port is opened here, for all gateways, and stays open when one of them goes: connections wait for the next.
 
     Raises ConfigError or CheckpointError before anything starts.
     """
@@ -58,14 +69,26 @@ def run_up(settings: Settings, *, prefill: int, decode: int, external_nats: bool
     try:
         log = logfile.fresh_log(settings.log_dir / "up.log")
         logs.configure("up", "up", settings, stream=log)
-        settings = replace(settings, port=machine.free_port(settings.host, settings.port))
         machine.remove_dead_sockets(settings.run_dir)
         if pinning is not None:
             os.sched_setaffinity(0, pinning.rest)  # children inherit it
-        return asyncio.run(_Up(settings, lock, prefill, decode, external_nats, pinning).run())
+        with machine.open_port(settings.host, settings.port) as listener:
+            port = listener.getsockname()[1]
+            settings = replace(settings, port=port, listen_fd=listener.fileno())
+            counts = Counts(prefill, decode, gateways)
+            return asyncio.run(_Up(settings, lock, counts, external_nats, pinning, listener).run())
     finally:
         machine.remove_dead_sockets(settings.run_dir)
         lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Processes of each role."""
+
+    prefill: int
+    decode: int
+    gateways: int
 
 
 class _Up:
@@ -75,16 +98,17 @@ class _Up:
         self,
         settings: Settings,
         lock: StateLock,
-        prefill: int,
-        decode: int,
+        counts: Counts,
         external_nats: bool,
         pinning: Pinning | None,
+        listener: socket.socket,
     ) -> None:
         self._settings = settings
         self._lock = lock
-        self._workers = (prefill, decode)
+        self._counts = counts
         self._external_nats = external_nats
         self._pinning = pinning
+        self._listener = listener
         self._progress = Progress(sys.stderr)
         self._stop = asyncio.Event()
         self._plan: Plan | None = None
@@ -117,10 +141,10 @@ class _Up:
         nats_url = await self._start_nats()
         self._settings = settings = replace(self._settings, nats_url=nats_url)
         self._lock.publish(Running(os.getpid(), nats_url, address=None))
-        prefill, decode = self._workers
+        counts = self._counts
         self._plan = make_plan(
-            settings, os.environ, prefill=prefill, decode=decode, cores=machine.cores(),
-            suffix=machine.id_suffix() if self._external_nats else "", pinning=self._pinning,
+            settings, os.environ, prefill=counts.prefill, decode=counts.decode, gateways=counts.gateways,
+            cores=machine.cores(), suffix=machine.id_suffix() if self._external_nats else "", pinning=self._pinning,
         )  # fmt: skip
         self._watch = health.StatusWatch(nats_url)
         for spec in self._plan.all:
@@ -185,6 +209,8 @@ class _Up:
     async def _can_serve(self, status: ServiceStatus) -> bool:
         if status.service != "gateway":
             return status.state not in ("starting", "draining", "stopped")
+        if status.state != "ready" or status.address is None:
+            return False
         host = health.probe_host(self._settings.host)
         return await health.http_status(host, self._settings.port, "/ready") == 200
 
@@ -221,6 +247,7 @@ class _Up:
     async def _drain(self) -> None:
         """Gateway, workers, cache, NATS: each has those it still needs until it is gone itself."""
         self._stop.set()  # from now on a signal means: at once
+        self._listener.close()  # what comes now is refused by the kernel, once the gateways have let go, too
         if self._watch is not None:
             await self._watch.close()
         stages = self._plan.stop_stages if self._plan is not None else ()

@@ -15,7 +15,7 @@ from libs.service.telemetry import Telemetry
 from libs.text.errors import UnsupportedTokenizer
 from libs.text.model import TextModel
 from libs.wire.errors import BusError
-from services.gateway.app import listen, make_runner
+from services.gateway.app import listen, make_runner, stop_listening
 from services.gateway.gateway import Gateway, Model
 
 EXIT_FAILED: Final = 1
@@ -51,9 +51,11 @@ async def serve(gateway_id: str, settings: Settings, stop: asyncio.Event) -> Non
         runner = make_runner(gateway)
         try:
             await gateway.start()
-            gateway.address = await listen(runner, settings.host, settings.port)
+            await gateway.meet_workers()
+            gateway.address = await listen(runner, settings.host, settings.port, settings.listen_fd)
             log.info("serving", address=gateway.address, model=model.name)
             await gateway.run(stop)
+            await stop_listening(runner)
             await gateway.drain()
         finally:
             await runner.cleanup()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -54,12 +55,26 @@ def make_runner(gateway: Gateway) -> web.AppRunner:
     )
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> str:
-    """Opens the port; returns the address under which it is reached. Raises OSError when it is taken."""
+async def listen(runner: web.AppRunner, host: str, port: int, fd: int | None = None) -> str:
+    """Opens the port, or takes `fd`, a socket that listens; returns the address under which it is reached.
+
+    Raises OSError when the port is taken, or `fd` is no socket.
+    """
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    if fd is not None:
+        await web.SockSite(runner, socket.socket(fileno=fd)).start()
+    else:
+        await web.TCPSite(runner, host, port).start()
     name, number = runner.addresses[0][:2]
     return f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+
+
+async def stop_listening(runner: web.AppRunner) -> None:
+    """No new connections; idle ones are closed, the others when their answer is out."""
+    for site in list(runner.sites):
+        await site.stop()
+    if runner.server is not None:
+        runner.server.pre_shutdown()
 
 
 class Routes:

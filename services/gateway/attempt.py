@@ -156,8 +156,12 @@ class Attempt:
             accepted = await self.parts.bus.request(
                 destination.subject, request, Accepted, timeout_s=timeout_s, context=self.context
             )
-        except (RequestRefused, NoResponder, MessageTooLarge):
+        except (RequestRefused, NoResponder, MessageTooLarge) as error:
             self._holders.pop()  # nothing was kept
+            if isinstance(error, NoResponder) and destination.worker_id is not None:
+                raise _lost(
+                    destination, error
+                ) from None  # it beats, or did: it is cut off, or was just killed
             raise
         except BusError as error:
             raise _lost(destination, error) from None

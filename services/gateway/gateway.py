@@ -38,6 +38,7 @@ from services.gateway.placing import Placer
 from services.gateway.prepare import Preparer
 
 CLOSE_TIMEOUT_S = 1.0  # for requests that drain did not wait for to tell their clients, and for last messages
+MEET_POLL_S = 0.02
 log = get_logger()
 
 
@@ -92,6 +93,15 @@ class Gateway:
             asyncio.create_task(self._check_fleet(), name="fleet check"),
             asyncio.create_task(self._auditor.run(), name="audit"),
         ]
+
+    async def meet_workers(self) -> None:
+        """Returns when a request could be served, or when every worker that lives must have been heard.
+
+        A gateway that starts beside workers knows none of them, and must not tell clients that there are none.
+        """
+        until_s = time.monotonic() + loss_after_s(self.settings.heartbeat_s)
+        while self.not_ready() and time.monotonic() < until_s:  # noqa: ASYNC110  heartbeats come, no event does
+            await asyncio.sleep(MEET_POLL_S)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when told to stop. Raises what ended one of the gateway's own tasks: without them it would lie."""

@@ -138,6 +138,9 @@ class Life:
                 if error.code is Code.NO_WORKER and self._inbox.decode is None:
                     if earlier is None or not await self._recovery.worker_returns(earlier, self._is_late):
                         raise earlier or error from None  # nobody is left to try
+                elif error.code is Code.WORKER_LOST:
+                    self._not_taken(error)
+                    earlier = earlier or error
                 else:
                     self._give_up(error)
                     earlier = error
@@ -166,6 +169,14 @@ class Life:
         if self._emitted[-1] in limits.stop_token_ids and not limits.ignore_eos:
             return "stop"
         return "length" if len(self._emitted) >= limits.max_tokens else None
+
+    def _not_taken(self, failure: BatonError) -> None:
+        """The worker never said that it has the request. That says nothing against the request: it does not count."""
+        self._abort()
+        decode, _ = self.workers
+        self._recovery.unreachable(decode)
+        log.info("trying another", attempt=self.num_attempts, decode=decode, error=failure.message)
+        self._parts.metrics.retried(failure.code)
 
     def _give_up(self, failure: BatonError) -> None:
         """Ends the attempt. Raises `failure` when there must be no other one."""

@@ -1,7 +1,8 @@
 """Whether a request that failed is tried again, and with whom. One of these for each request.
 
 a worker fails it        another one, three times at most without a new token in between
-its worker is lost       another one; where there is none, one that comes back within `recovery_s`
+its worker is lost       the same
+one does not take it     another one, which does not count; where there is none, one that comes back within `recovery_s`
 nothing helps            the failure that the client is told is the last real one, not that nobody is left
 """
 
@@ -44,6 +45,11 @@ class Recovery:
         if decode is not None:
             self._exclude.add(decode)
         return failure.retryable and self._fruitless < MAX_ATTEMPTS
+
+    def unreachable(self, decode: str | None) -> None:
+        """This worker did not take the request; while there are others, they are asked."""
+        if decode is not None:
+            self._exclude.add(decode)
 
     async def worker_returns(self, failure: BatonError, is_late: Callable[[], bool]) -> bool:
         """With nobody left to try: waits for a decode worker, if `failure` is that the last one was lost.

@@ -14,6 +14,7 @@ ROLES = Counter({"prefill": 2, "decode": 2, "cache": 1, "gateway": 1})
 CALM_S = 90.0  # the supervisor waits up to 30 s before it starts a process that keeps dying
 # Links to three peers come and go, a thread and its copying threads each; what leaks grows beyond any of these.
 SPARE = {"tasks": 2, "fds": 12, "threads": 15}
+WORKER_OPTIONS = ("--threads", "1", "--kv-cache-mib", "96", "--max-step-tokens", "128")
 Footprint = dict[str, dict[str, int]]  # by role
 
 
@@ -22,9 +23,8 @@ class Town:
 
     def __init__(self, state_dir: Path, *arguments: str) -> None:
         self.baton = Baton(
-            state_dir, "--prefill", "2", "--decode", "2", "--threads", "1", "--kv-cache-mib", "96",
-            "--max-step-tokens", "128", "--store-mib", "256", *arguments,
-        )  # fmt: skip
+            state_dir, "--prefill", "2", "--decode", "2", *WORKER_OPTIONS, "--store-mib", "256", *arguments
+        )
         self._usual: Footprint | None = None
 
     def pids(self) -> dict[str, int]:

@@ -44,6 +44,17 @@ def dies_after(count: int) -> Any:
     return behave
 
 
+def cut_off_after(count: int) -> Any:
+    """It has sent tokens, some of which were lost; and nothing reaches it any more."""
+
+    async def behave(me: FakeWorker, request: Generate) -> None:
+        await me.cut_off()
+        await me.tokens(request, 0, *(Token(id=i) for i in IDS[:count]))
+        await me.tokens(request, count + 1, Token(id=IDS[-1]))
+
+    return behave
+
+
 async def two(r: Rig, count: int) -> tuple[FakeWorker, FakeWorker]:
     """The first gets the request, and dies after `count` tokens."""
     first, second = await r.decode("decode-1"), await r.decode("decode-2")
@@ -161,3 +172,20 @@ async def test_whoever_makes_no_progress_is_not_tried_for_ever(r: Rig) -> None:
     assert (status, answer["error"]["code"]) == (503, "worker_lost") and len(worker.requests) == 3
     worker.behaviour = hang
     await r.is_idle()
+
+
+async def test_workers_that_beat_and_do_not_listen_are_waited_for(nats_url: str, tmp_path: Path) -> None:
+    """After NATS was away, heartbeats and subscriptions come back one by one."""
+    async with rig(nats_url, tmp_path, recovery_s=20.0) as made:
+        first, second = await made.decode("decode-1"), await made.decode("decode-2")
+        first.script = second.script = [Token(id=i) for i in IDS]
+        first.behaviour = cut_off_after(2)
+        await made.coordinator(place("decode-1"))
+        await second.cut_off()
+        asking = asyncio.create_task(made.events(CHAT, chat(max_tokens=4)))
+        await until(lambda: first.requests, "the request")
+        await asyncio.sleep(0.8)  # several times what three attempts take
+        assert not asking.done()
+        await second.listen()
+        assert joined(await asking) == "DEFGHIJ"
+        await made.is_idle()

@@ -43,6 +43,7 @@ class TestSources:
                 "served_name": "m",
                 "store_mib": "9",
                 "store_ttl_s": "60.0",
+                "listen_fd": "3",
             }.get(field.name, "http://c" if field.name == "otlp_endpoint" else str(value))
             loaded = getattr(load({f"BATON_{field.name.upper()}": text}), field.name)
             if field.name not in ("state_dir", "cache_dir"):
