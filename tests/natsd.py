@@ -33,12 +33,17 @@ def nats_server_binary() -> str:
 
 
 def start_nats(
-    tmp_path: Path, *, port: int | None = None, jetstream: bool = False, config: str = ""
+    tmp_path: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    jetstream: bool = False,
+    config: str = "",
 ) -> tuple[str, subprocess.Popen[bytes]]:
     """Address and process of a server that accepts connections; `config` is text in nats-server's format."""
     home = tmp_path / f"nats-{time.monotonic_ns()}"
     home.mkdir(parents=True)
-    command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", str(home)]
+    command = [nats_server_binary(), "-a", host, "-p", str(port or -1), "--ports_file_dir", str(home)]
     if jetstream:
         command += ["-js", "-sd", str(home / "jetstream")]
     if config:

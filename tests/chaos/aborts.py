@@ -21,7 +21,7 @@ import aiohttp
 
 from tests.chaos.storm import know_answers
 from tests.chaos.streams import Order, make_orders, new_session
-from tests.chaos.town import Town
+from tests.chaos.town import new_town
 
 CONCURRENCY: Final = 16
 LEASE_S: Final = 5.0
@@ -109,7 +109,7 @@ def _phase(num_events: int, num_tokens: int) -> str:
 
 def abort(state_dir: Path, seed: int, count: int) -> Counter[str]:
     """Returns how many hung up in each phase. Fails if something is left of them, or an answer is another one."""
-    town = Town(state_dir, "--lease-s", str(LEASE_S))
+    town = new_town(state_dir, "--lease-s", str(LEASE_S))
     try:
         rng = random.Random(seed)
         orders = make_orders(rng)

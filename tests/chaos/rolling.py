@@ -22,7 +22,7 @@ from typing import Final
 from services.cli.running import find
 from tests.chaos.storm import know_answers
 from tests.chaos.streams import Answer, Order, ask, make_orders, new_session
-from tests.chaos.town import WORKER_OPTIONS, Town
+from tests.chaos.town import WORKER_OPTIONS, Town, new_town
 
 CLIENTS: Final = 8
 IN_TURN: Final = (
@@ -148,7 +148,7 @@ async def _change_everything(town: Town, orders: list[Order], known: list[Answer
 
 def replace_everything(state_dir: Path, seed: int) -> int:
     """Returns how many requests were answered meanwhile. Fails if one was not, or with another text."""
-    town = Town(state_dir)
+    town = new_town(state_dir)
     try:
         orders = make_orders(random.Random(seed))
         known = asyncio.run(know_answers(town, orders))

@@ -21,7 +21,7 @@ import aiohttp
 
 from tests.chaos.faults import Fault, inflict, make_faults
 from tests.chaos.streams import Answer, Order, ask_all, make_orders, new_session
-from tests.chaos.town import Town
+from tests.chaos.town import Town, new_town
 
 NUM_STREAMS = 16
 VICTIMS = ("prefill-1", "prefill-2", "decode-1", "decode-2", "cache-1", "gateway-1", "nats-1")
@@ -63,7 +63,7 @@ def is_broken(answer: Answer | BaseException, known: Answer) -> bool:
 
 def weather(state_dir: Path, seed: int, rounds: int) -> None:
     """Fails in the first round that changes an answer or leaves something behind, and names the seed."""
-    town = Town(state_dir)
+    town = new_town(state_dir)
     try:
         orders = make_orders(random.Random(seed))
         known = asyncio.run(know_answers(town, orders))

@@ -1,4 +1,4 @@
-"""The cluster under chaos: a real `baton up` with two workers of each role, and what must be true of it at rest."""
+"""The cluster under chaos: a real `baton up`, two workers of each role, and what must be true of it at rest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ WORKER_OPTIONS = ("--threads", "1", "--kv-cache-mib", "96", "--max-step-tokens",
 Footprint = dict[str, dict[str, int]]  # by role
 
 
+def new_town(state_dir: Path, *arguments: str) -> Town:
+    """Two workers of each role, on this host."""
+    workers = ("--prefill", "2", "--decode", "2", *WORKER_OPTIONS)
+    return Town(Baton(state_dir, *workers, "--store-mib", "256", *arguments))
+
+
 class Town:
     """Owns the processes. `pids` of all, NATS included; `calm` waits for peace and looks for what is left over."""
 
-    def __init__(self, state_dir: Path, *arguments: str) -> None:
-        self.baton = Baton(
-            state_dir, "--prefill", "2", "--decode", "2", *WORKER_OPTIONS, "--store-mib", "256", *arguments
-        )
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
         self._usual: Footprint | None = None
 
     def pids(self) -> dict[str, int]:
