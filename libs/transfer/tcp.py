@@ -7,13 +7,9 @@ connection: whatever else would have come has nowhere to go.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import socket
-import time
 from collections.abc import Sequence
 from typing import Final
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,6 +18,7 @@ from libs.transfer import tcp_frames as frames
 from libs.transfer.interface import Copy, Place, PoolInfo, TransferError, Transport
 from libs.transfer.runs import Run, runs
 from libs.transfer.tcp_exporter import TcpExporter
+from libs.transfer.tcp_greeting import greet
 
 SCHEME: Final = "tcp"
 
@@ -76,38 +73,14 @@ class TcpLink:
 
 def connect(endpoint: str, key: bytes, own: KvPool, timeout_s: float) -> TcpLink:
     """Connects and proves to each other who is who. Blocks up to `timeout_s`. Raises TransferError."""
-    deadline_s = time.monotonic() + timeout_s
-    sock: socket.socket | None = None
+    sock, card = greet(endpoint, key, timeout_s)
     try:
-        url = urlsplit(endpoint)
-        sock = socket.create_connection((url.hostname, url.port), timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        info = _greet(sock, key, deadline_s)
+        info = msgspec.json.decode(card, type=PoolInfo)
         info.check(own)
-    except (OSError, EOFError, ValueError, TransferError) as error:
-        if sock is not None:
-            sock.close()
+    except (ValueError, TransferError) as error:
+        sock.close()
         raise TransferError(f"cannot pull from {endpoint}: {error}") from error
     return TcpLink(sock, info, own)
-
-
-def _greet(sock: socket.socket, key: bytes, deadline_s: float) -> PoolInfo:
-    frames.check_magic(frames.receive(sock, len(frames.MAGIC), deadline_s))
-    theirs = frames.receive(sock, frames.NONCE_BYTES, deadline_s)
-    nonce = secrets.token_bytes(frames.NONCE_BYTES)
-    frames.send(sock, frames.MAGIC + nonce + frames.prove(key, b"pull", theirs, nonce), deadline_s)
-    try:
-        proof = frames.receive(sock, frames.PROOF_BYTES, deadline_s)
-    except (EOFError, ConnectionError):
-        raise TransferError("it refuses the key: it has restarted, or serves too many") from None
-    (size,) = frames.COUNT.unpack(frames.receive(sock, frames.COUNT.size, deadline_s))
-    if size > frames.MAX_INFO_BYTES:
-        raise TransferError(f"a description of {size} bytes")
-    info = frames.receive(sock, size, deadline_s)
-    if not hmac.compare_digest(proof, frames.prove(key, b"hold", theirs, nonce, info)):
-        raise TransferError("it does not know its own key")
-    return msgspec.json.decode(info, type=PoolInfo)
 
 
 def export(pool: KvPool, info: PoolInfo, key: bytes, place: Place) -> TcpExporter:

@@ -7,11 +7,11 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from libs.transfer import shm, tcp
+from libs.transfer import nixl, shm, tcp
 from libs.transfer.interface import Transport
 from libs.transfer.names import parse
 
-TRANSPORTS: Final = {"shm": shm.TRANSPORT, "tcp": tcp.TRANSPORT}
+TRANSPORTS: Final = {"shm": shm.TRANSPORT, "nixl": nixl.TRANSPORT, "tcp": tcp.TRANSPORT}
 
 
 def allowed(text: str) -> tuple[Transport, ...]:

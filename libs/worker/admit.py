@@ -1,4 +1,4 @@
-"""From an accepted request to the engine: fetch what others know of the prompt, then submit.
+"""Whether a request can be done in time; then its way to the engine: fetch what others know of the prompt, then submit.
 
     own pool, at once  -->  a peer's pool  -->  the store  -->  the engine computes what is left
 
@@ -12,13 +12,36 @@ import time
 
 from opentelemetry.context import Context
 
+from libs.engine.kv.names import block_names, root_name
 from libs.engine.sequence import Sequence
 from libs.service.logs import get_logger
 from libs.transfer.interface import TransferError
 from libs.wire.messages import Generate, Prefill
 from libs.worker.host import Host
+from libs.worker.pace import is_late, refuse_if_late
 
 log = get_logger()
+
+
+def check_time(host: Host, request: Generate | Prefill, waiting_tokens: int, other_s: float = 0.0) -> None:
+    """Raises RequestRefused if the prompt would come too late behind `waiting_tokens` of others and `other_s` more.
+
+    How much of it is cached is looked up only where that decides.
+    """
+    needed_s = other_s + host.pace.prompt_s(waiting_tokens + len(request.prompt))
+    if is_late(needed_s, request.deadline_ns):
+        needed_s = other_s + host.pace.prompt_s(waiting_tokens + _uncached_tokens(host, request))
+        refuse_if_late(host.identity.worker_id, needed_s, request.deadline_ns)
+
+
+def _uncached_tokens(host: Host, request: Generate | Prefill) -> int:
+    """As far as neither this worker nor one that it may ask, nor the store, is known to have them."""
+    size = host.kv.block_size
+    root = root_name(host.card.fingerprint, host.card.layout.fingerprint, request.tenant)
+    own = len(host.kv.lookup(block_names(root, request.prompt, size)))
+    others = max((source.num_blocks for source in request.sources), default=0)
+    stored = request.store_blocks if host.loader is not None else 0
+    return max(1, len(request.prompt) - max(own, others, stored) * size)
 
 
 def fetches(host: Host, request: Generate | Prefill) -> bool:

@@ -37,6 +37,7 @@ from libs.worker.card import ModelCard
 from libs.worker.durable import Durable
 from libs.worker.exports import Exports
 from libs.worker.orphans import Orphans
+from libs.worker.pace import Pace
 from libs.worker.prefault import Prefault
 from libs.worker.pull import PrefixPuller
 from libs.worker.report import Identity, Report, State
@@ -123,7 +124,12 @@ class Host:
             timeout_s=settings.pull_timeout_s,
             lease_s=settings.lease_s,
         )
-        self._durable = None if store is None else Durable(self._store_access(store))
+        self.pace = Pace(settings.max_batch)
+        self._durable = (
+            None
+            if store is None
+            else Durable(self._store_access(store), compute_rate=lambda: self.pace.prompt_tokens_per_s)
+        )
         self._report = Report(identity, settings, card, self.kv, self.engine.scheduler)
         self._feed = BlockFeed(self.kv, identity.worker_id, identity.epoch)
         self._pins = Pins(self.kv, self.leases, self.pool_ref)
@@ -137,8 +143,7 @@ class Host:
 
     def _on_step(self, events: list[StepEvent]) -> None:
         assert self._worker is not None
-        if self._durable is not None:
-            self._durable.rate.step(events)
+        self.pace.step(events)
         self._worker.on_step(events)
 
     @property

@@ -29,9 +29,10 @@ from libs.wire.messages import (
     Prefill,
     Release,
 )
-from libs.worker.admit import fetch_and_submit, fetches
+from libs.worker.admit import check_time, fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
+from libs.worker.pace import refuse_if_late
 from services.decode.handoff import HandoffFailed, Intake
 from services.decode.spans import Spans
 from services.decode.stream import Stream, Streams
@@ -85,11 +86,24 @@ class DecodeWorker:
         if self._attempts.is_void(request.request_id, request.attempt):
             raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
         host.check_room(len(request.prompt), len(self._jobs))
+        if not request.num_emitted:  # a client that has half of its answer waits for the rest
+            self._check_time(request)
         if self._attempts.begin(request.request_id, request.attempt):
             job = self._job(request, incoming.context)
             self._jobs[job.seq.request_id] = job
             job.task = asyncio.create_task(self._begin(job), name=f"request {job.seq.request_id}")
         return Accepted(worker_id=host.identity.worker_id)
+
+    def _check_time(self, request: Generate) -> None:
+        """Raises RequestRefused if the answer would come too late. A prefill worker judges its own part."""
+        host = self._host
+        answer_s = host.pace.answer_s(len(self._jobs), request.limits.max_tokens)
+        if request.remote_prefill:
+            refuse_if_late(host.identity.worker_id, answer_s, request.deadline_ns)
+            return
+        own = (job for job in self._jobs.values() if not job.request.remote_prefill)
+        waiting = sum(max(0, job.seq.num_prompt_tokens - job.seq.num_computed) for job in own)
+        check_time(host, request, waiting, answer_s)
 
     def _job(self, request: Generate, context: Context) -> Job:
         card = self._host.card

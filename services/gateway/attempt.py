@@ -117,7 +117,10 @@ class Attempt:
         return sent_ns
 
     async def _prefill(self, target: Target, destination: Destination) -> int:
-        """A prompt that no prefill worker takes is computed by the decode worker, which is told so."""
+        """A prompt that no prefill worker is there for is computed by the decode worker, which is told so.
+
+        Raises RequestRefused (OVERLOADED) where there is one, and it has too much to do.
+        """
         job, sent_ns = self.job, time.time_ns()
         decode = self.inbox.decode
         assert decode is not None  # it has accepted
@@ -139,6 +142,8 @@ class Attempt:
             self.inbox.prefill = await self._ask(destination, request)
             self.parts.fleet.watch(self.inbox.prefill, time.monotonic())
         except BatonError as error:
+            if error.code is Code.OVERLOADED:  # decode would pay with the pace of the answers that it writes
+                raise _overloaded(error) from None
             log.warning("no prefill worker; decode computes", code=error.code, error=error.message)
             failed = OfferFailed(
                 request_id=job.request_id, attempt=self.number, code=error.code, message=error.message
@@ -186,3 +191,9 @@ def _lost(destination: Destination, error: BusError) -> RequestRefused:
     return RequestRefused(
         Code.WORKER_LOST, f"{who} did not answer: {error.message}", retryable=True, retry_after_s=1.0
     )
+
+
+def _overloaded(error: BatonError) -> RequestRefused:
+    """For the client: the coordinator chose the worker with the least to do, so no other is tried."""
+    retry_after_s = error.retry_after_s if isinstance(error, RequestRefused) else None
+    return RequestRefused(Code.OVERLOADED, error.message, retryable=False, retry_after_s=retry_after_s)

@@ -18,7 +18,7 @@ from libs.service.logs import get_logger
 from libs.wire import subjects
 from libs.wire.errors import Code, RequestRefused
 from libs.wire.messages import Accepted, Debt, Generate, Offer, OfferFailed, Prefill
-from libs.worker.admit import fetch_and_submit, fetches
+from libs.worker.admit import check_time, fetch_and_submit, fetches
 from libs.worker.attempts import Attempts, engine_id
 from libs.worker.host import Host
 from services.prefill.handoff import Handoff, Offers
@@ -69,11 +69,16 @@ class PrefillWorker:
         if self._attempts.is_void(request.request_id, request.attempt):
             raise RequestRefused(Code.ABORTED, "the request was aborted", retryable=False)
         host.check_room(len(request.prompt), len(self._jobs))
+        check_time(host, request, self._waiting_tokens())
         if self._attempts.begin(request.request_id, request.attempt):
             job = self._job(request, incoming.context)
             self._jobs[job.seq.request_id] = job
             job.task = asyncio.create_task(self._admit(job), name=f"prefill {job.seq.request_id}")
         return Accepted(worker_id=host.identity.worker_id)
+
+    def _waiting_tokens(self) -> int:
+        """Of the prompts in hand, still to be computed."""
+        return sum(job.seq.num_prompt_tokens - job.seq.num_computed for job in self._jobs.values())
 
     def _job(self, request: Prefill, context: Context) -> Job:
         card = self._host.card

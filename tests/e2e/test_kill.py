@@ -32,12 +32,14 @@ class Stream(threading.Thread):
 
     def __init__(self, baton: Baton, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
-        data = json.dumps({**body, "model": baton.model(), "stream": True}).encode()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps({**body, "model": baton.model(), **options}).encode()
         self._request = urllib.request.Request(
             f"{baton.url}/v1/completions", data, {"content-type": "application/json"}
         )
         self.num_chunks = 0
         self.text = ""
+        self.num_tokens: int | None = None  # as the server counts them
         self.last: Any = None
         self.start()
 
@@ -52,6 +54,8 @@ class Stream(threading.Thread):
                     assert "error" not in event, event
                     self.text += "".join(choice["text"] for choice in event["choices"])
                     self.num_chunks += 1
+                    if event.get("usage"):
+                        self.num_tokens = event["usage"]["completion_tokens"]
 
     def until_chunk(self, number: int) -> None:
         deadline = time.monotonic() + 60
@@ -108,3 +112,25 @@ def test_limits_stop_strings_and_penalties_go_on_where_they_were(baton: Baton) -
     stream.until_chunk(20)
     os.kill(pid_of(baton, "decode"), signal.SIGKILL)
     assert stream.whole() == expected
+
+
+def test_seven_of_twenty_tokens(baton: Baton) -> None:
+    """Row 46: the limit counts the whole answer, and a stop string may lie across the cut."""
+    request = {"prompt": "The baton is", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    whole = Stream(baton, request)
+    text = whole.whole()
+    assert whole.num_tokens == 20
+    for extra in ({}, {"stop": text[len(text) // 4 : len(text) // 2]}):
+        expected = Stream(baton, {**request, **extra}).whole()
+        victim = pid_of(baton, "decode")
+        stream = Stream(baton, {**request, **extra})
+        stream.until_chunk(1 if extra else 7)
+        os.kill(victim, signal.SIGKILL)
+        assert stream.whole() == expected
+        assert extra or stream.num_tokens == 20
+        deadline = time.monotonic() + 60
+        while not any(
+            each["service"] == "decode" and each["state"] == "serving" for each in baton.json("status")
+        ):
+            assert time.monotonic() < deadline, "no decode worker"
+            time.sleep(0.2)

@@ -123,13 +123,24 @@ async def test_decode_is_told_when_no_prefill_worker_takes_the_prompt(r: Rig, ho
     decode.say("Hello")
     await r.coordinator(place("decode-1", "prefill-1"))
     if how == "refuses":
-        prefill.refusal = OVERLOADED
+        prefill.refusal = RequestRefused(Code.DRAINING, "leaving", retryable=True)
     else:
         await prefill.die()
     status, answer = await r.post(CHAT, chat())
     assert (status, content(answer)) == (200, "Hello")
     (failed,) = decode.offers
     assert isinstance(failed, OfferFailed) and failed.attempt == 1
+
+
+async def test_a_prefill_worker_with_too_much_to_do_is_429_and_no_work_for_decode(r: Rig) -> None:
+    decode, prefill = await r.decode(), await r.prefill()
+    await r.decode("decode-2")
+    prefill.refusal = OVERLOADED
+    await r.coordinator(place("decode-1", "prefill-1"))
+    async with r.session.post(r.url + CHAT, json=chat()) as response:
+        assert response.status == 429 and response.headers["Retry-After"] == "7"
+    await until(lambda: decode.is_aborted(decode.requests[0]), "abort at decode")
+    assert (len(decode.requests), len(prefill.requests), decode.offers) == (1, 1, [])
 
 
 async def test_decode_is_told_when_the_prefill_worker_dies(r: Rig) -> None:

@@ -201,6 +201,7 @@ async def test_a_bug_in_fetching_is_told_and_leaves_nothing(nats_url: str, tmp_p
 async def test_one_token_is_one_token_and_a_stop_token_first_decodes_nothing(
     nats_url: str, tmp_path: Path, prefill: str | None
 ) -> None:
+    """Row 40."""
     prompt = prompt_of(50)
     steps: list[StepPlan] = []
     async with cluster(nats_url, tmp_path) as (running, client):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from libs.engine.kv.pool import KvPool
-from libs.transfer import tcp, tcp_exporter, tcp_frames
+from libs.transfer import tcp, tcp_exporter, tcp_frames, tcp_server
 from libs.transfer.interface import TransferError
 from libs.transfer.tcp_frames import MAGIC, NONCE_BYTES, PROOF_BYTES
 from tests.transfer_holder import LAYOUT, Holder, filled
@@ -100,7 +100,7 @@ async def test_a_request_of_too_much_ends_the_connection(holder: Holder, own: Kv
 async def test_no_more_pullers_than_allowed(
     holder: Holder, own: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_exporter, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 2)
     some = [await asyncio.to_thread(tcp.connect, holder.exporter.endpoint, KEY, own, 10) for _ in range(2)]
     with pytest.raises(TransferError):
         await asyncio.to_thread(tcp.connect, holder.exporter.endpoint, KEY, own, 10)
@@ -115,7 +115,7 @@ async def test_no_more_pullers_than_allowed(
 
 
 async def test_a_silent_stranger_is_cut_off(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_exporter, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(tcp_server, "HANDSHAKE_S", 0.1)
     stranger = dial(holder)
     assert await asyncio.to_thread(everything, stranger)  # returns: it was closed
     stranger.close()
