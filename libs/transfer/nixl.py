@@ -105,11 +105,11 @@ class NixlLink:
 
     @property
     def is_open(self) -> bool:
-        return self._is_open
+        return self._is_open and not self._is_aborted
 
     def pull(self, copies: Sequence[Copy], deadline_s: float) -> None:
         """See `Link.pull`. After an error the link is closed, and with it the way on which more could come."""
-        if not self._is_open or self._is_aborted:
+        if not self.is_open:
             raise TransferError("the link is closed")
         wanted = runs(copies)
         for theirs, _, count in wanted:

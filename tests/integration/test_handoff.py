@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from libs.engine.fake import FakeModel, fake_continuation
 from libs.engine.plan import StepPlan
 from libs.transfer.interface import TransferError
+from libs.transfer.nixl_agent import missing
 from libs.transfer.tcp_exporter import TcpExporter
 from libs.wire import subjects
 from libs.wire.errors import Code, NoResponder, RequestRefused
@@ -79,9 +80,14 @@ async def test_text_is_the_same_handed_off_cached_or_computed_by_one_worker(
         await all_clean(running)
 
 
-async def test_over_tcp_the_text_is_the_same_and_the_status_says_so(nats_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+async def test_the_text_is_the_same_over_the_network_and_the_status_says_so(
+    nats_url: str, tmp_path: Path, transport: str
+) -> None:
+    if transport == "nixl" and (reason := missing()):
+        pytest.skip(reason)
     prompt = prompt_of(500)
-    async with cluster(nats_url, tmp_path, max_step_tokens=64, transfers="tcp") as (running, client):
+    async with cluster(nats_url, tmp_path, max_step_tokens=64, transfers=transport) as (running, client):
         prefill = await running.add("prefill", "prefill-1")
         decode = await running.add("decode", "decode-1")
         answer = await client.ask("r", prompt)
@@ -90,8 +96,8 @@ async def test_over_tcp_the_text_is_the_same_and_the_status_says_so(nats_url: st
         status = await client.bus.request(
             subjects.STATUS, StatusRequest(), ServiceStatus, timeout_s=5
         )  # of whoever answers first
-        assert str(status.detail["exports"]).startswith("tcp://127.0.0.1:")
-        assert decode.host.links.describe() == "prefill-1 tcp" and not prefill.host.links.describe()
+        assert str(status.detail["exports"]).startswith(f"{transport}://127.0.0.1:")
+        assert decode.host.links.describe() == f"prefill-1 {transport}" and not prefill.host.links.describe()
         await all_clean(running)
 
 

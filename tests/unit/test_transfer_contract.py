@@ -16,6 +16,7 @@ from libs.engine.kv.layout import KvLayout
 from libs.engine.kv.pool import KvPool
 from libs.transfer.interface import Link, TransferError
 from libs.transfer.links import Links
+from libs.transfer.nixl_agent import missing
 from libs.transfer.transports import TRANSPORTS
 from libs.wire.messages import PoolRef
 from tests.transfer_holder import LAYOUT, WIDE, Holder, HolderProcess, filled
@@ -25,6 +26,8 @@ NUM_WIDE = 256  # blocks of 512 KiB: more than any socket buffers
 
 @pytest.fixture(params=sorted(TRANSPORTS))
 def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl" and (reason := missing()):
+        pytest.skip(reason)
     return str(request.param)
 
 
