@@ -37,7 +37,7 @@ log = get_logger()
 class Attempt:
     """`number` counts from 1 and stands in every message; workers void an attempt and all before it.
 
-    `emitted` is what earlier attempts have answered: this one goes on from there.
+    `emitted` is what earlier attempts have answered: this one goes on from there. `cause`: why there is another one.
     """
 
     parts: Parts
@@ -46,6 +46,7 @@ class Attempt:
     inbox: Inbox
     context: Context
     emitted: tuple[int, ...] = ()
+    cause: str = ""
     expected: Cached = NOTHING_CACHED  # what the coordinator believes is cached
     _holders: list[str | None] = field(default_factory=list)  # who may hold it; None: nobody knows which
 
@@ -58,6 +59,8 @@ class Attempt:
     async def submit(self, exclude: frozenset[str], since_ns: int) -> None:
         """Returns once a decode worker owns the request. Raises BatonError; then `held_by` may still have names."""
         attributes: dict[str, str | int | float] = {"baton.attempt": self.number}
+        if self.cause:
+            attributes |= {"baton.retry.cause": self.cause, "baton.retry.tokens": len(self.emitted)}
         self.inbox.expect(self.number, None, None, len(self.emitted))
         sent_ns: int | None = None
         try:

@@ -128,9 +128,15 @@ class Life:
                 raise self._too_late()
             self.num_attempts += 1
             self._routed = True
-            emitted = tuple(self._emitted)
-            attempt = Attempt(self._parts, self._job, self.num_attempts, self._inbox, self._context, emitted)
-            self._attempt = attempt
+            self._attempt = attempt = Attempt(
+                self._parts,
+                self._job,
+                self.num_attempts,
+                self._inbox,
+                self._context,
+                emitted=tuple(self._emitted),
+                cause=earlier.message if earlier is not None else "",
+            )
             try:
                 await attempt.submit(self._recovery.exclude, since_ns)
                 return

@@ -1,5 +1,7 @@
 """A thousand clients that hang up, each at a moment of its own, and nothing left of them within one lease.
 
+Meanwhile a prefill worker is killed, which no client may notice.
+
 python -m tests.chaos.aborts --count 1000 [--seed N]     or: make chaos
 """
 
@@ -19,12 +21,14 @@ from typing import Final
 
 import aiohttp
 
+from tests.chaos.faults import Fault, inflict
 from tests.chaos.storm import know_answers
 from tests.chaos.streams import Order, make_orders, new_session
-from tests.chaos.town import new_town
+from tests.chaos.town import Town, new_town
 
 CONCURRENCY: Final = 16
 LEASE_S: Final = 5.0
+KILL_AFTER_S: Final = 5.0
 MARGIN_S: Final = 3.0  # for the reaper's turn, and for asking every process how it is
 MEAN_WAIT_S: Final = 0.1  # of those that hang up by the clock
 PHASES: Final = ("before any token", "first token", "midway", "last token")
@@ -107,16 +111,26 @@ def _phase(num_events: int, num_tokens: int) -> str:
     return PHASES[2] if num_events < num_tokens else PHASES[3]
 
 
+async def _hang_up(town: Town, cuts: list[Cut], fault: Fault) -> Hung:
+    misfortune = asyncio.create_task(inflict(fault, town.pids))
+    hung = await hang_up_all(town.baton.url, town.baton.model(), cuts)
+    await misfortune
+    return hung
+
+
 def abort(state_dir: Path, seed: int, count: int) -> Counter[str]:
     """Returns how many hung up in each phase. Fails if something is left of them, or an answer is another one."""
-    town = new_town(state_dir, "--lease-s", str(LEASE_S))
+    town, killed = (
+        new_town(state_dir, "--lease-s", str(LEASE_S)),
+        Fault("prefill-1", "kill", after_s=KILL_AFTER_S),
+    )
     try:
         rng = random.Random(seed)
         orders = make_orders(rng)
         known = asyncio.run(know_answers(town, orders))
         town.calm()
         began_s = time.monotonic()
-        hung = asyncio.run(hang_up_all(town.baton.url, town.baton.model(), make_cuts(rng, orders, count)))
+        hung = asyncio.run(_hang_up(town, make_cuts(rng, orders, count), killed))
         ended_s = time.monotonic()
         assert not hung.errors, hung.errors[:3]
         town.calm(LEASE_S + MARGIN_S)

@@ -79,6 +79,15 @@ async def test_the_next_worker_goes_on_from_the_answer_so_far(r: Rig, count: int
     await r.is_idle()
 
 
+async def test_the_trace_says_why_there_was_another_attempt(r: Rig) -> None:
+    await two(r, 2)
+    await r.events(CHAT, chat(max_tokens=4))
+    first, second = (dict(span.attributes or {}) for span in r.spans if span.name == "route")
+    assert "baton.retry.cause" not in first
+    assert str(second["baton.retry.cause"]).startswith("decode worker decode-1 was lost: silent for")
+    assert second["baton.retry.tokens"] == 2
+
+
 async def test_a_stop_string_that_straddles_the_cut_still_matches(r: Rig) -> None:
     await two(r, 2)
     status, answer = await r.post(CHAT, chat(max_tokens=4, stop="FGHI"))
