@@ -104,9 +104,11 @@ class TextModel:
         return self._with_bos(ids)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, answer_begins: str = ""
     ) -> list[int]:
         """Ids of a conversation as the model's chat template lays it out, with one BOS if the model wants it.
+
+        `answer_begins` follows the template's text: the model goes on from there.
 
         Raises TextError where the model has no template, the template refuses the messages, or a text cannot
         be encoded.
@@ -120,7 +122,10 @@ class TextModel:
             for message in messages
         ]
         rendered = self._template.render(guarded, add_generation_prompt=add_generation_prompt)
-        return self._with_bos(self._encode_rendered(_well_formed(rendered), guard))
+        ids = self._encode_rendered(_well_formed(rendered), guard)
+        if answer_begins:
+            ids += self._encode_piece(_well_formed(answer_begins), at_start=False)
+        return self._with_bos(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token adds to the text; b"" for control tokens and for ids beyond the vocabulary.

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: one request's way through the gateway.
+"""POST /v1/chat/completions, /v1/completions and /v1/messages: one request's way through the gateway.
 
 admit -> read and check -> tokenise -> place and submit -> text as it comes, or all at the end
 """
@@ -20,8 +20,9 @@ from libs.service.tenant import tenant_of
 from libs.wire.errors import BatonError, Code
 from libs.wire.messages import Cached
 from services.gateway.admission import Admission
-from services.gateway.api import chat, completions
+from services.gateway.api import anthropic, chat, completions
 from services.gateway.api.errors import ApiError, from_failure, from_validation, model_not_found, unexpected
+from services.gateway.api.messages import MessagesWriter
 from services.gateway.api.writer import Heading, Writer
 from services.gateway.exchange import Exchange, Operation
 from services.gateway.job import Job, Order, Outcome
@@ -29,7 +30,7 @@ from services.gateway.lifecycle import Life
 from services.gateway.offload import Offload
 from services.gateway.parts import Parts
 from services.gateway.prepare import Preparer
-from services.gateway.sse import KEEPALIVE, ClientGone, EventStream, event, is_gone
+from services.gateway.sse import KEEPALIVE, ClientGone, EventStream, is_gone
 from services.gateway.transcript import Piece
 
 BODY_TIMEOUT_S: Final = 30.0
@@ -55,6 +56,7 @@ COMPLETIONS: Final = Endpoint(
     completions.read_order,
     lambda heading, logprobs: completions.CompletionWriter(heading, logprobs=logprobs),
 )
+MESSAGES: Final = Endpoint("chat", anthropic.read_order, lambda heading, logprobs: MessagesWriter(heading))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Answering:
             prompt, since_ns = await self._preparer.tokenize(order, exchange.arrived_ns, exchange.context)
             exchange.tokenized(len(prompt))
             job = self._job(exchange, order, prompt, tenant_of(request.headers))
-            writer = endpoint.writer(self._heading(exchange, order), order.sampling.logprobs is not None)
+            heading = self._heading(exchange, order, len(prompt))
+            writer = endpoint.writer(heading, order.sampling.logprobs is not None)
             echo = Piece(order.echo(self._parts.text)) if order.echo is not None else Piece("")
             if job.limits.max_tokens == 0:
                 return await _nothing_generated(request, order, writer, echo, len(prompt))
@@ -113,7 +116,7 @@ class Answering:
                 life.close()
 
     async def _order(self, request: web.Request, endpoint: Endpoint) -> Order:
-        body = await _body(request)
+        body = await body_of(request)
         try:
             return await self._offload.run(lambda: endpoint.read_order(body), weight=len(body) // 8)
         except ValidationError as error:
@@ -131,17 +134,19 @@ class Answering:
             deadline_ns=exchange.arrived_ns + int(self._request_timeout_s * 1e9),
         )
 
-    def _heading(self, exchange: Exchange, order: Order) -> Heading:
+    def _heading(self, exchange: Exchange, order: Order, prompt_tokens: int) -> Heading:
         return Heading(
             request_id=exchange.request_id,
             created=exchange.arrived_ns // 1_000_000_000,
             model=self._served.name,
             fingerprint=f"fp_{self._served.fingerprint[:12]}",
             include_usage=order.include_usage,
+            prompt_tokens=prompt_tokens,
         )
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
+    """The whole body. Raises ApiError for one that is too large, too slow, or broken."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
@@ -183,7 +188,7 @@ async def _stream(
     else:
         return await stream.end()
     exchange.failed(code)
-    await stream.send(event(error.body()))
+    await stream.send(writer.failure(error))
     return await stream.end(failed=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -12,8 +13,9 @@ from aiohttp import web
 
 from libs.service.logs import get_logger
 from libs.wire.errors import BatonError
-from services.gateway.answering import CHAT, COMPLETIONS, Endpoint
+from services.gateway.answering import CHAT, COMPLETIONS, MESSAGES, Endpoint
 from services.gateway.api.errors import ApiError, from_failure, model_not_found, unexpected
+from services.gateway.api.messages import ModelInfo, ModelPage, error_body
 from services.gateway.api.responses import ModelCard, ModelList
 from services.gateway.exchange import Exchange, public_id
 from services.gateway.gateway import Gateway
@@ -36,6 +38,10 @@ def build_app(gateway: Gateway) -> web.Application:
     app.on_response_prepare.append(_add_headers)
     app.router.add_post("/v1/chat/completions", routes.answer(CHAT))
     app.router.add_post("/v1/completions", routes.answer(COMPLETIONS))
+    app.router.add_post("/v1/messages", routes.answer(MESSAGES))
+    app.router.add_post("/v1/messages/count_tokens", routes.computed(gateway.counting.count))
+    app.router.add_post("/tokenize", routes.computed(gateway.counting.tokenize))
+    app.router.add_post("/detokenize", routes.computed(gateway.counting.detokenize))
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{model:.+}", routes.model)
     app.router.add_get("/health", routes.health)
@@ -97,14 +103,25 @@ class Routes:
 
         return handle
 
+    def computed(self, compute: Callable[[web.Request], Awaitable[bytes]]) -> Handler:
+        """An answer in JSON that needs no worker."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return _json(await compute(request))
+
+        return handle
+
     async def models(self, request: web.Request) -> web.Response:
+        if _speaks_anthropic(request):
+            model = self._info()
+            return _json(msgspec.json.encode(ModelPage(data=(model,), first_id=model.id, last_id=model.id)))
         return _json(msgspec.json.encode(ModelList(data=(self._card(),))))
 
     async def model(self, request: web.Request) -> web.Response:
         card = self._card()
         if request.match_info["model"] != card.id:
             raise model_not_found(request.match_info["model"])
-        return _json(msgspec.json.encode(card))
+        return _json(msgspec.json.encode(self._info() if _speaks_anthropic(request) else card))
 
     async def health(self, request: web.Request) -> web.Response:
         """Alive: the event loop runs. Says nothing about workers."""
@@ -122,6 +139,12 @@ class Routes:
     def _card(self) -> ModelCard:
         served = self._gateway.served
         return ModelCard(id=served.name, created=self._created, max_model_len=served.context_length())
+
+    def _info(self) -> ModelInfo:
+        created = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
+        return ModelInfo(
+            id=self._gateway.served.name, display_name=self._gateway.served.name, created_at=created
+        )
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -141,21 +164,21 @@ class Routes:
         try:
             return await handler(request)
         except ApiError as error:
-            return _error(error)
+            return _error(request, error)
         except BatonError as failure:
-            return _error(from_failure(failure, request_id))
+            return _error(request, from_failure(failure, request_id))
         except web.HTTPException as error:
-            return _error(_http_error(request, error))
+            return _error(request, _http_error(request, error))
         except (ClientGone, ConnectionError):
             return web.Response(status=_CLIENT_GONE)  # nobody reads it
         except Exception:
             log.exception("unexpected error", path=request.path)
-            return _error(unexpected(request_id))
+            return _error(request, unexpected(request_id))
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "baton"
-    response.headers["x-request-id"] = request[_REQUEST_ID]
+    response.headers["x-request-id"] = response.headers["request-id"] = request[_REQUEST_ID]
     if (exchange := request.get(_EXCHANGE)) is not None:
         response.headers.update(exchange.headers)
 
@@ -171,9 +194,15 @@ def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason, code="http_error")
 
 
-def _error(error: ApiError) -> web.Response:
+def _speaks_anthropic(request: web.Request) -> bool:
+    return request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+
+
+def _error(request: web.Request, error: ApiError) -> web.Response:
+    """In the words of the API that the client uses."""
+    body = error_body(error, request[_REQUEST_ID]) if _speaks_anthropic(request) else error.body()
     return web.Response(
-        body=error.body(), status=error.status, content_type="application/json", headers=error.headers()
+        body=body, status=error.status, content_type="application/json", headers=error.headers()
     )
 
 

@@ -29,6 +29,7 @@ from libs.wire.messages import (
 from services.gateway.admission import Admission
 from services.gateway.answering import Answering, Served
 from services.gateway.audit import Auditor
+from services.gateway.counting import Counting
 from services.gateway.dispatch import Dispatcher
 from services.gateway.fleet import Fleet, loss_after_s
 from services.gateway.metrics import Metrics
@@ -76,7 +77,9 @@ class Gateway:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.served = Served(model.name, model.fingerprint, self._context_length)
+        self._preparer = Preparer(model.text, self._offload, telemetry, settings.default_max_tokens)
         self.answering = self._answering()
+        self.counting = Counting(model.text, self._preparer, self._offload, self.served)
         self.metrics.watch(
             lambda: self.admission.inflight,
             {"decode": lambda: self.fleet.count("decode"), "prefill": lambda: self.fleet.count("prefill")},
@@ -160,11 +163,10 @@ class Gateway:
             placer=Placer(self._bus, self.fleet, self._model.fingerprint, self._offload),
             recovery_s=self.settings.recovery_s,
         )
-        preparer = Preparer(self._model.text, self._offload, self.telemetry, self.settings.default_max_tokens)
         return Answering(
             parts,
             self.admission,
-            preparer,
+            self._preparer,
             self._offload,
             self.served,
             request_timeout_s=self.settings.request_timeout_s,

@@ -50,3 +50,4 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     cached: Cached
+    stop_string: str | None = None  # of the client's, that ended it

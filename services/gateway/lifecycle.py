@@ -285,6 +285,7 @@ class Life:
             prompt_tokens=len(self._job.prompt),
             completion_tokens=self._transcript.num_tokens,
             cached=self._cached_part(),
+            stop_string=self._transcript.stop_string,
         )
 
     def _cached_part(self) -> Cached:

@@ -34,12 +34,7 @@ class Preparer:
         all from the request's arrival, so reading and checking it too.
         """
         began_ns = time.time_ns()
-        try:
-            prompt = await self._offload.run(
-                lambda: tuple(order.tokenize(self._text)), weight=order.num_chars
-            )
-        except TextError as error:
-            raise invalid(order.prompt_param, error.message) from None
+        prompt = await self.encode(order)
         ended_ns = time.time_ns()
         attributes = {
             "baton.prompt_tokens": len(prompt),
@@ -47,6 +42,13 @@ class Preparer:
         }
         self._telemetry.record("tokenize", arrived_ns, ended_ns, context, attributes)
         return prompt, ended_ns
+
+    async def encode(self, order: Order) -> tuple[int, ...]:
+        """The prompt's ids. Raises ApiError, naming the field, for a text or conversation the model cannot take."""
+        try:
+            return await self._offload.run(lambda: tuple(order.tokenize(self._text)), weight=order.num_chars)
+        except TextError as error:
+            raise invalid(order.prompt_param, error.message) from None
 
     def limits(self, order: Order, prompt_tokens: int, context_length: int) -> Limits:
         """Raises ApiError when the prompt, or the prompt with the answer that was asked for, is too long."""

@@ -76,6 +76,11 @@ class Transcript:
         """A stop string was found: no token counts any more."""
         return self._stops.stopped
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return self._stops.matched
+
     def push(self, tokens: Sequence[Token]) -> Piece:
         """Takes tokens in, up to the one that completes a stop string; returns what may be shown of them."""
         shown: list[str] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
 import openai
 import pytest
 
@@ -212,3 +213,24 @@ def test_a_burst_beyond_capacity_waits_or_is_refused(tmp_path: Path) -> None:
         small.until_idle(5)
     finally:
         assert small.stop() == 0
+
+
+def test_both_clients_get_the_same_words(baton: Baton) -> None:
+    """The official packages, streaming and not: four ways to ask the same."""
+    conversation: Any = [{"role": "user", "content": "Name three colours."}]
+    one = openai.OpenAI(base_url=f"{baton.url}/v1", api_key="none")
+    other = anthropic.Anthropic(base_url=baton.url, api_key="none")
+    common: Any = {"model": baton.model(), "max_tokens": 32, "temperature": 0, "messages": conversation}
+    completion = one.chat.completions.create(**common)
+    chunks = one.chat.completions.create(**common, stream=True)
+    message = other.messages.create(**common)
+    with other.messages.stream(**common) as stream:
+        streamed = stream.get_final_message()
+    words = completion.choices[0].message.content
+    assert words
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == words
+    for answer in (message, streamed):
+        assert "".join(block.text for block in answer.content if block.type == "text") == words
+        assert answer.usage.output_tokens == completion.usage.completion_tokens  # type: ignore[union-attr]
+    counted = other.messages.count_tokens(model=baton.model(), messages=conversation)
+    assert counted.input_tokens == completion.usage.prompt_tokens  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from libs.text.chat import ChatMessage
 from libs.text.model import TextModel
 from services.gateway.api.body import parse
-from services.gateway.api.errors import invalid
+from services.gateway.api.errors import ApiError, invalid
 from services.gateway.api.openai import ChatRequest, sampling_of
 from services.gateway.api.responses import (
     AssistantMessage,
@@ -89,6 +89,9 @@ class ChatWriter:
         end = self._event(ChatChunkChoice(delta=Delta(), finish_reason=outcome.finish_reason))
         usage = self._event(None, usage_of(outcome)) if self._heading.include_usage else b""
         return end + usage + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> bytes:
         heading = self._heading

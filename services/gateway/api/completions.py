@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from libs.text.model import TextModel
 from services.gateway.api.body import parse
-from services.gateway.api.errors import invalid
+from services.gateway.api.errors import ApiError, invalid
 from services.gateway.api.openai import CompletionRequest, sampling_of
 from services.gateway.api.responses import TextChoice, TextCompletion, TextLogprobs, Usage, usage_of
 from services.gateway.api.writer import Heading
@@ -75,6 +75,9 @@ class CompletionWriter:
         end = self._event(TextChoice(text="", finish_reason=outcome.finish_reason))
         usage = self._event(None, usage_of(outcome)) if self._heading.include_usage else b""
         return end + usage + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> bytes:
         choice = TextChoice(

@@ -26,7 +26,7 @@ MAX_TOKENS: Final = 2**31 - 1
 _NO_CONTENT: Final = object()
 
 
-def _refuse(allowed: tuple[Any, ...], hint: str = "") -> BeforeValidator:
+def refuse(allowed: tuple[Any, ...], hint: str = "") -> BeforeValidator:
     """A field that is known but not served: only the values that mean "off" pass."""
 
     def check(value: object) -> object:
@@ -59,7 +59,7 @@ def _prompt(value: object) -> object:
     raise PydanticCustomError("prompt_type", "must be a string or a list of token ids")
 
 
-Off = Annotated[Any, _refuse((False, [], {}, ""))]
+Off = Annotated[Any, refuse((False, [], {}, ""))]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
@@ -82,7 +82,7 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    type: Annotated[str, _refuse(("text",), "; only 'text' is")]
+    type: Annotated[str, refuse(("text",), "; only 'text' is")]
 
 
 class Message(Body):
@@ -131,7 +131,7 @@ class Generation(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: Annotated[int, _refuse((1,), "; only n=1 is")] = 1
+    n: Annotated[int, refuse((1,), "; only n=1 is")] = 1
     logit_bias: Off = None
 
     @field_validator("stream_options")
@@ -150,15 +150,15 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Off = None
-    tool_choice: Annotated[Any, _refuse(("none", "auto"))] = None
+    tool_choice: Annotated[Any, refuse(("none", "auto"))] = None
     functions: Off = None
-    function_call: Annotated[Any, _refuse(("none", "auto"))] = None
+    function_call: Annotated[Any, refuse(("none", "auto"))] = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[Any, _refuse((["text"],), "; only ['text'] is")] = None
+    modalities: Annotated[Any, refuse((["text"],), "; only ['text'] is")] = None
     audio: Off = None
-    web_search_options: Annotated[Any, _refuse(())] = None
-    reasoning_effort: Annotated[Any, _refuse(("none",), "; this model does not reason")] = None
-    verbosity: Annotated[Any, _refuse(("medium",))] = None
+    web_search_options: Annotated[Any, refuse(())] = None
+    reasoning_effort: Annotated[Any, refuse(("none",), "; this model does not reason")] = None
+    verbosity: Annotated[Any, refuse(("medium",))] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -175,7 +175,7 @@ class CompletionRequest(Generation):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     suffix: Off = None
-    best_of: Annotated[int, _refuse((1,), "; only best_of=1 is")] = 1
+    best_of: Annotated[int, refuse((1,), "; only best_of=1 is")] = 1
 
     @field_validator("logprobs")
     @classmethod

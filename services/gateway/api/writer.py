@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.gateway.api.errors import ApiError
 from services.gateway.job import Outcome
 from services.gateway.transcript import Piece
 
@@ -19,6 +20,7 @@ class Heading:
     model: str
     fingerprint: str
     include_usage: bool
+    prompt_tokens: int
 
 
 class Writer(Protocol):
@@ -32,6 +34,10 @@ class Writer(Protocol):
 
     def closing(self, outcome: Outcome) -> bytes:
         """Events after the last text: why it ended, what it took, and that it is over."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
         ...
 
     def whole(self, pieces: Sequence[Piece], outcome: Outcome) -> bytes:
