@@ -220,7 +220,12 @@ def test_both_clients_get_the_same_words(baton: Baton) -> None:
     conversation: Any = [{"role": "user", "content": "Name three colours."}]
     one = openai.OpenAI(base_url=f"{baton.url}/v1", api_key="none")
     other = anthropic.Anthropic(base_url=baton.url, api_key="none")
-    common: Any = {"model": baton.model(), "max_tokens": 32, "temperature": 0, "messages": conversation}
+    common: Any = {
+        "model": baton.model(),
+        "max_tokens": 32,
+        "messages": conversation,
+        "extra_body": {"temperature": 0},  # which newer clients of Anthropic's have no argument for
+    }
     completion = one.chat.completions.create(**common)
     chunks = one.chat.completions.create(**common, stream=True)
     message = other.messages.create(**common)
