@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from openai import AsyncOpenAI
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -274,8 +275,11 @@ def place(decode: str, prefill: str | None = None, **fields: Any) -> Placement:
 class Rig:
     """One gateway, and clients of it."""
 
-    def __init__(self, bus: Bus, gateway: Gateway, url: str, spans: InMemorySpanExporter) -> None:
+    def __init__(
+        self, bus: Bus, gateway: Gateway, app: web.Application, url: str, spans: InMemorySpanExporter
+    ) -> None:
         self.bus = bus
+        self._app = app
         self.gateway = gateway
         self.url = url
         self._spans = spans
@@ -315,6 +319,9 @@ class Rig:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             return parse_events(await response.text())
+
+    def gateway_routes(self) -> list[web.AbstractRoute]:
+        return list(self._app.router.routes())
 
     def openai(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -362,7 +369,7 @@ async def rig(nats_url: str, tmp_path: Path, **settings: Any) -> AsyncIterator[R
         await gateway.start()
         url = await listen(runner, "127.0.0.1", 0)
         gateway.address = url
-        made = Rig(workers_bus, gateway, url, spans)
+        made = Rig(workers_bus, gateway, runner.app, url, spans)
         try:
             yield made
         finally:

@@ -118,6 +118,11 @@ class Settings:
         return f"file://{self.state_dir / 'store'}" if self.store == "auto" else self.store
 
     @property
+    def keys_file(self) -> Path:
+        """API keys, without their secrets; nobody needs one where there is no such file."""
+        return self.state_dir / "keys.json"
+
+    @property
     def trace_dir(self) -> Path:
         return self.state_dir / "traces"
 

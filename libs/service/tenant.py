@@ -11,10 +11,15 @@ _SALT: Final = b"baton.tenant/1:"
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """The tenant of the request's credential (`Authorization: Bearer ...` or `x-api-key`), or `SHARED`."""
+    """The tenant of the request's credential, or `SHARED`."""
+    return tenant_of_key(credential_of(headers))
+
+
+def credential_of(headers: Mapping[str, str]) -> str:
+    """`Authorization: Bearer ...` or `x-api-key`; "" where there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     credential = token.strip() if scheme.lower() == "bearer" else ""
-    return tenant_of_key(credential or headers.get("x-api-key", "").strip())
+    return credential or headers.get("x-api-key", "").strip()
 
 
 def tenant_of_key(credential: str) -> str:

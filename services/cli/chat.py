@@ -61,6 +61,7 @@ class Conversation:
 
     url: str
     model: str
+    key: str = ""  # an API key; "" where none is needed
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
@@ -71,17 +72,17 @@ class Conversation:
         question = {"role": "user", "content": text}
         body: dict[str, object] = {"model": self.model, "messages": [*self.messages, question]}
         pieces: list[str] = []
-        for piece in _stream(self.url, body):
+        for piece in _stream(self.url, self.key, body):
             pieces.append(piece)
             yield piece
         self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def run_chat(settings: Settings, url: str | None, once: str | None) -> int:
+def run_chat(settings: Settings, url: str | None, once: str | None, key: str = "") -> int:
     """One answer with `once`, else a conversation until /exit or the end of input."""
     url = (url or _find(settings)).rstrip("/")
     try:
-        conversation = Conversation(url, model=_first_model(url))
+        conversation = Conversation(url, _first_model(url, key), key)
         if once is not None:
             _print_answer(conversation, once)
             return 0
@@ -134,17 +135,18 @@ def _find(settings: Settings) -> str:
     return f"http://{settings.host}:{settings.port}"
 
 
-def _first_model(url: str) -> str:
-    with _request(url, "GET", "/v1/models", None, _CONNECT_TIMEOUT_S) as response:
+def _first_model(url: str, key: str) -> str:
+    with _request(url, key, "GET", "/v1/models", None, _CONNECT_TIMEOUT_S) as response:
         models = _parse(response.read(), _Models)
     if not models.data:
         raise ChatError(f"{url} serves no model yet")
     return models.data[0].id
 
 
-def _stream(url: str, body: dict[str, object]) -> Iterator[str]:
+def _stream(url: str, key: str, body: dict[str, object]) -> Iterator[str]:
     """The text pieces of a streamed chat completion."""
-    with _request(url, "POST", "/v1/chat/completions", body | {"stream": True}, _TOKEN_TIMEOUT_S) as response:
+    body = body | {"stream": True}
+    with _request(url, key, "POST", "/v1/chat/completions", body, _TOKEN_TIMEOUT_S) as response:
         for line in response:
             if not line.startswith(b"data:"):
                 continue
@@ -162,13 +164,14 @@ def _stream(url: str, body: dict[str, object]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _request(
-    url: str, method: str, path: str, body: dict[str, object] | None, timeout_s: float
+    url: str, key: str, method: str, path: str, body: dict[str, object] | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
     """An answer with status 200. Raises ChatError for any other, and when the connection fails."""
     connection, prefix = _connection(url, timeout_s)
     try:
         data = None if body is None else msgspec.json.encode(body)
-        connection.request(method, prefix + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, prefix + path, data, headers)
         response = connection.getresponse()
         if response.status != http.client.OK:
             error = _parse(response.read(), _Event).error

@@ -109,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine can do, and what is missing")
     chat = commands.add_parser("chat", help="talk to the model")
     chat.add_argument("--url", help="the gateway (default: the one of `baton up`)")
+    chat.add_argument("--key", default="", help="API key, where the gateway wants one (`baton keys`)")
     chat.add_argument("--once", metavar="TEXT", help="ask this, print the answer, and end")
     for command, function in ((status, _status), (trace, _trace), (doctor, _doctor), (chat, _chat)):
         if command is not chat:
@@ -117,7 +118,53 @@ def build_parser() -> argparse.ArgumentParser:
         add_settings(command, ("nats_url", "state_dir", "host", "port", "model", *engine))
         command.set_defaults(run=function)
     add_bench(commands)
+    _add_keys(commands)
     return parser
+
+
+def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from services.cli.options import add_settings
+
+    keys = commands.add_parser("keys", help="who may use the gateway: add, list, revoke API keys")
+    actions = keys.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", help="make a key, and print it once")
+    add.add_argument("name", metavar="NAME", help="whose key it is")
+    add.add_argument(
+        "--tenant",
+        metavar="NAME",
+        help="keys of one tenant share cached prompts (default: a tenant of its own)",
+    )
+    add.add_argument("--requests-per-minute", type=_positive(int), metavar="N")
+    add.add_argument("--tokens-per-minute", type=_positive(int), metavar="N", help="of prompts and answers")
+    add.add_argument("--at-once", type=_positive(int), metavar="N", help="requests that run at the same time")
+    add.add_argument("--expires-days", type=_positive(float), metavar="N", help="(default: never)")
+    listing = actions.add_parser("list", help="all keys, without their secrets")
+    revoke = actions.add_parser("revoke", help="refuse a key from now on")
+    revoke.add_argument("name", metavar="NAME_OR_ID")
+    for action in (add, listing, revoke):
+        if action is not revoke:
+            action.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+        add_settings(action, ("state_dir",))
+        action.set_defaults(run=_keys)
+
+
+def _keys(arguments: argparse.Namespace, settings: Settings) -> int:
+    from services.cli.keys import run_keys
+
+    return run_keys(arguments, settings)
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 1e12:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        return value
+
+    return number
 
 
 def _up(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -160,7 +207,7 @@ def _doctor(arguments: argparse.Namespace, settings: Settings) -> int:
 def _chat(arguments: argparse.Namespace, settings: Settings) -> int:
     from services.cli.chat import run_chat
 
-    return run_chat(settings, arguments.url, arguments.once)
+    return run_chat(settings, arguments.url, arguments.once, arguments.key)
 
 
 def _count_from(least: int) -> Callable[[str], int]:

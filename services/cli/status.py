@@ -12,6 +12,7 @@ import msgspec
 
 from libs.service import logs
 from libs.service.bus import Bus
+from libs.service.bus_connection import redact
 from libs.service.config import Settings
 from libs.wire.errors import BatonError
 from libs.wire.messages import ServiceStatus
@@ -35,7 +36,10 @@ def run_status(settings: Settings, as_json: bool) -> int:
     elif found:
         print(table([_HEADER, *(row(status) for status in found)]))
     if not found:
-        print(f"baton: no service answers at {settings.nats_url}; is `baton up` running?", file=sys.stderr)
+        print(
+            f"baton: no service answers at {redact(settings.nats_url)}; is `baton up` running?",
+            file=sys.stderr,
+        )
         return _EXIT_NOBODY
     return 0
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from libs.service import logs
 from libs.service.bus import Bus
+from libs.service.bus_connection import redact
 from libs.service.config import ConfigError, Settings
 from libs.store.interface import ObjectDamaged, ObjectGone, Store, StoredObject
 from libs.store.objects import check_object
@@ -43,7 +44,10 @@ def run_stats(arguments: argparse.Namespace, settings: Settings) -> int:
         for line in stats_lines(found):
             print(line)
     if not found:
-        print(f"baton: no service answers at {settings.nats_url}; is `baton up` running?", file=sys.stderr)
+        print(
+            f"baton: no service answers at {redact(settings.nats_url)}; is `baton up` running?",
+            file=sys.stderr,
+        )
         return _EXIT_FAILED
     return 0
 

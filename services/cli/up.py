@@ -109,6 +109,7 @@ class _Up:
         self._external_nats = external_nats
         self._pinning = pinning
         self._listener = listener
+        self._nats_password = nats_server.new_password()
         self._progress = Progress(sys.stderr)
         self._stop = asyncio.Event()
         self._plan: Plan | None = None
@@ -165,14 +166,17 @@ class _Up:
             return external
         logfile.rotate(self._settings.log_dir / "nats-1.log")
         machine.remove_files(self._settings.run_dir, "*.ports")
-        child = self._supervisor.start(nats_server.server_spec(self._settings, port=None))
+        child = self._supervisor.start(nats_server.server_spec(self._settings, None, self._nats_password))
         deadline = time.monotonic() + _NATS_TIMEOUT_S
         while time.monotonic() < deadline:
-            if child.pid is not None and (url := nats_server.read_url(self._settings, child.pid)):
+            if child.pid is not None and (
+                url := nats_server.read_url(self._settings, child.pid, self._nats_password)
+            ):
                 child.mark_ready()
                 self._progress.line(f"{self._elapsed()} {child.name} is ready")
                 # A restarted server must come back where its clients look for it.
-                child.spec = nats_server.server_spec(self._settings, port=nats_server.port_of(url))
+                port = nats_server.port_of(url)
+                child.spec = nats_server.server_spec(self._settings, port, self._nats_password)
                 return url
             await asyncio.sleep(0.02)
         raise StartTimeout(f"nats-server was not ready within {_NATS_TIMEOUT_S:g} s; see {child.spec.log}")
@@ -197,7 +201,7 @@ class _Up:
             if child.pid is None:
                 continue
             if child.name == "nats-1":
-                is_ready = nats_server.read_url(self._settings, child.pid) is not None
+                is_ready = nats_server.read_url(self._settings, child.pid, self._nats_password) is not None
             else:
                 status = by_pid.get(child.pid)
                 is_ready = status is not None and await self._can_serve(status)

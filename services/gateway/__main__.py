@@ -11,6 +11,7 @@ from libs.checkpoint.open import open_checkpoint, resolve_model
 from libs.service import logs, process
 from libs.service.bus import Bus
 from libs.service.config import Settings, instance_id, load
+from libs.service.keys import KeyProblem
 from libs.service.telemetry import Telemetry
 from libs.text.errors import UnsupportedTokenizer
 from libs.text.model import TextModel
@@ -31,7 +32,7 @@ def main(settings: Settings) -> int:
     async def run(stop: asyncio.Event) -> int:
         try:
             await serve(gateway_id, settings, stop)
-        except (CheckpointError, UnsupportedTokenizer, OSError) as error:
+        except (CheckpointError, KeyProblem, UnsupportedTokenizer, OSError) as error:
             log.error("cannot serve", error=str(error))
             return EXIT_UNUSABLE
         except BusError as error:
@@ -43,7 +44,7 @@ def main(settings: Settings) -> int:
 
 
 async def serve(gateway_id: str, settings: Settings, stop: asyncio.Event) -> None:
-    """Serves until `stop`. Raises CheckpointError, UnsupportedTokenizer, BusError, or OSError for a taken port."""
+    """Serves until `stop`. Raises CheckpointError, UnsupportedTokenizer, KeyProblem, BusError, OSError (port taken)."""
     model = await asyncio.to_thread(load_model, settings)
     async with await Bus.connect(settings.nats_url, gateway_id) as bus:
         telemetry = Telemetry.start("gateway", gateway_id, settings)

@@ -16,7 +16,6 @@ from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 from pydantic import ValidationError
 
 from libs.service.logs import get_logger
-from libs.service.tenant import tenant_of
 from libs.wire.errors import BatonError, Code
 from libs.wire.messages import Cached
 from services.gateway.admission import Admission
@@ -89,9 +88,12 @@ class Answering:
         self._request_timeout_s = request_timeout_s
 
     async def handle(
-        self, request: web.Request, exchange: Exchange, endpoint: Endpoint
+        self, request: web.Request, exchange: Exchange, endpoint: Endpoint, tenant: str
     ) -> web.StreamResponse:
-        """The answer. Raises ApiError or BatonError while nothing was sent, ClientGone when nobody reads."""
+        """The answer, with what `tenant` has cached.
+
+        Raises ApiError or BatonError while nothing was sent, ClientGone when nobody reads.
+        """
         with self._admission.slot():
             order = await self._order(request, endpoint)
             exchange.ordered(order)
@@ -99,7 +101,7 @@ class Answering:
                 raise model_not_found(order.model)
             prompt, since_ns = await self._preparer.tokenize(order, exchange.arrived_ns, exchange.context)
             exchange.tokenized(len(prompt))
-            job = self._job(exchange, order, prompt, tenant_of(request.headers))
+            job = self._job(exchange, order, prompt, tenant)
             heading = self._heading(exchange, order, len(prompt))
             writer = endpoint.writer(heading, order.sampling.logprobs is not None)
             echo = Piece(order.echo(self._parts.text)) if order.echo is not None else Piece("")

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from libs.service.logs import get_logger
 from libs.wire.errors import BatonError
+from services.gateway.access import OPEN_PATHS, Caller
 from services.gateway.answering import CHAT, COMPLETIONS, MESSAGES, Endpoint
 from services.gateway.api.errors import ApiError, from_failure, model_not_found, unexpected
 from services.gateway.api.messages import ModelInfo, ModelPage, error_body
@@ -24,6 +25,7 @@ from services.gateway.sse import ClientGone
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID: Final = web.RequestKey("request_id", str)
+_CALLER: Final = web.RequestKey("caller", Caller)
 _EXCHANGE: Final = web.RequestKey("exchange", Exchange)
 _CLIENT_GONE: Final = 499
 CLOSE_TIMEOUT_S: Final = 1.0
@@ -98,8 +100,13 @@ class Routes:
                 request, request[_REQUEST_ID], endpoint.operation, gateway.telemetry, gateway.metrics
             )
             request[_EXCHANGE] = exchange
-            with exchange:
-                return await gateway.answering.handle(request, exchange, endpoint)
+            caller = request[_CALLER]
+            with exchange, caller.use():
+                exchange.called_by(caller.key_id)
+                try:
+                    return await gateway.answering.handle(request, exchange, endpoint, caller.tenant)
+                finally:
+                    caller.charge(exchange.num_tokens)
 
         return handle
 
@@ -162,6 +169,8 @@ class Routes:
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         request_id = request[_REQUEST_ID]
         try:
+            if request.path not in OPEN_PATHS:
+                request[_CALLER] = self._gateway.access.caller(request.headers)
             return await handler(request)
         except ApiError as error:
             return _error(request, error)

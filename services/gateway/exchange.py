@@ -54,6 +54,8 @@ class Exchange:
         self._life: Life | None = None
         self._prompt_tokens = 0
         self._failure: str | None = None
+        self._key_id = ""
+        self._model = ""
         headers = {
             name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers
         }
@@ -86,8 +88,17 @@ class Exchange:
             self._current.__exit__(None, None, None)
             structlog.contextvars.unbind_contextvars("request_id")
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer, so far."""
+        return self._prompt_tokens + (0 if self._life is None else self._life.num_tokens)
+
+    def called_by(self, key_id: str) -> None:
+        self._key_id = key_id
+
     def ordered(self, order: Order) -> None:
-        self._span.set_attributes({"gen_ai.request.model": order.model[:200], "baton.stream": order.stream})
+        self._model = order.model[:200]
+        self._span.set_attributes({"gen_ai.request.model": self._model, "baton.stream": order.stream})
 
     def tokenized(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -112,8 +123,17 @@ class Exchange:
         self._span.set_attributes(attributes)
         duration_s = (now_ns - self.arrived_ns) / 1e9
         self._metrics.ended(self.operation, outcome, duration_s)
+        if self._key_id:
+            attributes["baton.key"] = self._key_id
         names = {name.rpartition("baton.")[2]: value for name, value in attributes.items()}
-        log.info("request", operation=self.operation, duration_ms=round(duration_s * 1e3, 1), **names)
+        log.info(
+            "request",
+            operation=self.operation,
+            model=self._model,
+            prompt_tokens=self._prompt_tokens,
+            duration_ms=round(duration_s * 1e3, 1),
+            **names,
+        )
         self._span.end(now_ns)
 
     def _report(self, life: Life) -> dict[str, AttributeValue]:

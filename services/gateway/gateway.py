@@ -26,6 +26,7 @@ from libs.wire.messages import (
     StatusRequest,
     StepOutput,
 )
+from services.gateway.access import Access
 from services.gateway.admission import Admission
 from services.gateway.answering import Answering, Served
 from services.gateway.audit import Auditor
@@ -63,6 +64,7 @@ class Gateway:
         self.settings = settings
         self.telemetry = telemetry
         self.metrics = Metrics()
+        self.access = Access(settings.keys_file)
         self.admission = Admission(settings.max_inflight)
         self.address: str | None = None  # where it listens, once it does
         self._model = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,10 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from libs.service.bus import Bus
+from libs.wire.errors import BusError
 from services.cli.nats_server import find_binary
+from services.cli.running import find
 
 ROOT = Path(__file__).parents[2]
 READY_S = 120.0  # a busy machine; on a quiet one it takes a few seconds
@@ -254,3 +259,28 @@ def test_a_nats_server_that_is_not_there_is_told(state_dir: Path) -> None:
     with up(state_dir, "--nats", "nats://127.0.0.1:1") as running:
         assert running.process.wait(60) == 1
     assert "nats://127.0.0.1:1" in running.said
+
+
+def test_strangers_do_not_get_onto_the_bus(state_dir: Path) -> None:
+    """What goes over NATS are prompts: other users of the machine reach its port, and must not read them."""
+    with up(state_dir) as running:
+        running.until_ready()
+        found = find(state_dir)
+        assert found is not None
+        url = urlsplit(found.nats_url)
+        assert url.password and len(url.password) >= 32
+
+        async def connect(credentials: str) -> None:
+            async with await Bus.connect(f"nats://{credentials}{url.hostname}:{url.port}", "x", timeout_s=2):
+                pass
+
+        asyncio.run(connect(f"{url.username}:{url.password}@"))
+        for wrong in ("", f"{url.username}:guess@"):
+            with pytest.raises(BusError, match="Authorization"):
+                asyncio.run(connect(wrong))
+        secret = url.password.encode()
+        assert not any(secret in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running.pids().values())
+        kept = [path for path in state_dir.rglob("*") if path.is_file() and secret in path.read_bytes()]
+        assert {path.name for path in kept} == {"nats.conf", "up.lock"}
+        assert all(path.stat().st_mode & 0o077 == 0 for path in kept)
+        assert secret.decode() not in running.said

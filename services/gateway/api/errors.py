@@ -66,6 +66,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         allow: str | None = None,
+        challenge: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -75,6 +76,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.allow = allow  # methods, for a 405
+        self.challenge = challenge  # for a 401
 
     def body(self) -> bytes:
         detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
@@ -86,6 +88,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.allow is not None:
             headers["Allow"] = self.allow
+        if self.challenge is not None:
+            headers["WWW-Authenticate"] = self.challenge
         return headers
 
 
