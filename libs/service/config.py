@@ -99,6 +99,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     listen_fd: int | None = None  # a listening socket that was inherited, in place of host and port
+    tls_cert: Path | None = None  # PEM, with the chain; None: plain HTTP
+    tls_key: Path | None = None
     max_inflight: int = 256  # requests a gateway owns at once; more are refused with 429
     request_timeout_s: float = 600.0
     recovery_s: float = 20.0  # a request that lost its worker waits so long for another
@@ -153,6 +155,8 @@ def load(environ: Mapping[str, str], **flags: object) -> Settings:
         settings,
         state_dir=_absolute("state_dir", settings.state_dir),
         cache_dir=_absolute("cache_dir", settings.cache_dir),
+        tls_cert=None if settings.tls_cert is None else _absolute("tls_cert", settings.tls_cert),
+        tls_key=None if settings.tls_key is None else _absolute("tls_key", settings.tls_key),
     )
     _check(settings)
     return settings
@@ -190,7 +194,7 @@ def _parse(source: str, text: str, hint: Any) -> Any:
 
 def _absolute(name: str, path: Path) -> Path:
     if str(path) in ("", "."):  # Path("") is the current directory, which nobody means by an empty setting
-        raise ConfigError(f"{name}={str(path)!r}: must be the path of a directory of its own")
+        raise ConfigError(f"{name}={str(path)!r}: must be the path of a directory, or file, of its own")
     try:
         return path.expanduser().absolute()
     except RuntimeError as error:
@@ -217,6 +221,8 @@ def _check(settings: Settings) -> None:
         parse_transfers(settings.transfers)
     except ValueError as error:
         raise ConfigError(f"transfers={settings.transfers!r}: {error}") from None
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("tls_cert and tls_key: give both, or none")
     endpoint = settings.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"otlp_endpoint={endpoint!r}: must begin with http:// or https://")

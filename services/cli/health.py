@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 
 from libs.service.bus import Bus
 from libs.wire import subjects
@@ -47,12 +48,14 @@ class StatusWatch:
                 await asyncio.wait_for(bus.close(), CONNECT_TIMEOUT_S)
 
 
-async def http_status(host: str, port: int, path: str) -> int | None:
-    """Status of a GET, or None when nothing answers in time."""
+async def http_status(host: str, port: int, path: str, *, tls: bool) -> int | None:
+    """Status of a GET, or None when nothing answers in time. No certificate is checked: it is our own gateway."""
     request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
     try:
         async with asyncio.timeout(_HTTP_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(
+                host, port, ssl=_any_certificate() if tls else None
+            )
             try:
                 writer.write(request.encode("ascii"))
                 status_line = await reader.readline()
@@ -68,6 +71,12 @@ def probe_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def http_url(host: str, port: int) -> str:
-    host = probe_host(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_url(host: str, port: int, *, tls: bool) -> str:
+    host, scheme = probe_host(host), "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _any_certificate() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

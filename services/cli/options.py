@@ -17,6 +17,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {"nats_url": ("--nats",)}
 _METAVARS: Mapping[str, str] = {
     "nats_url": "URL", "state_dir": "DIR", "cache_dir": "DIR", "instance_id": "ID", "otlp_endpoint": "URL",
     "store": "URL", "model": "PATH_OR_NAME", "served_name": "NAME", "host": "HOST", "port": "PORT",
+    "tls_cert": "FILE", "tls_key": "FILE",
 }  # fmt: skip
 _HELP: Mapping[str, str] = {
     "nats_url": "NATS server to use; `baton up` starts an own one when none is named",
@@ -54,6 +55,8 @@ _HELP: Mapping[str, str] = {
     "host": "address the gateway listens on",
     "port": "port the gateway listens on; 0: any free one",
     "listen_fd": "a listening socket that was inherited, in place of host and port",
+    "tls_cert": "certificate and chain (PEM): the gateway speaks HTTPS only",
+    "tls_key": "its private key (PEM)",
     "max_inflight": "requests a gateway owns at once; more are refused",
     "request_timeout_s": "longest time of one request",
     "recovery_s": "how long a request that lost its worker waits for another",

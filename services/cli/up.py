@@ -216,7 +216,8 @@ class _Up:
         if status.state != "ready" or status.address is None:
             return False
         host = health.probe_host(self._settings.host)
-        return await health.http_status(host, self._settings.port, "/ready") == 200
+        tls = self._settings.tls_cert is not None
+        return await health.http_status(host, self._settings.port, "/ready", tls=tls) == 200
 
     async def _look_after(self) -> None:
         """Until cancelled: says when a restarted process is ready again, and keeps logs short."""
@@ -229,7 +230,7 @@ class _Up:
 
     def _announce(self, statuses: list[ServiceStatus]) -> None:
         settings = self._settings
-        address = health.http_url(settings.host, settings.port)
+        address = health.http_url(settings.host, settings.port, tls=settings.tls_cert is not None)
         self._lock.publish(Running(os.getpid(), settings.nats_url, address))
         model = next((status.model for status in statuses if status.model), settings.model)
         body = json.dumps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from typing import Final
 
 from libs.checkpoint.errors import CheckpointError
@@ -53,7 +54,9 @@ async def serve(gateway_id: str, settings: Settings, stop: asyncio.Event) -> Non
         try:
             await gateway.start()
             await gateway.meet_workers()
-            gateway.address = await listen(runner, settings.host, settings.port, settings.listen_fd)
+            gateway.address = await listen(
+                runner, settings.host, settings.port, fd=settings.listen_fd, tls=tls_of(settings)
+            )
             log.info("serving", address=gateway.address, model=model.name)
             await gateway.run(stop)
             await stop_listening(runner)
@@ -63,6 +66,18 @@ async def serve(gateway_id: str, settings: Settings, stop: asyncio.Event) -> Non
             await gateway.close()
             await bus.drain()
             await asyncio.to_thread(telemetry.shutdown)
+
+
+def tls_of(settings: Settings) -> ssl.SSLContext | None:
+    """None for plain HTTP. Raises OSError (ssl.SSLError among them), naming the file, for one that is of no use."""
+    if settings.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # TLS 1.2 or newer
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:
+        raise OSError(f"tls_cert {settings.tls_cert}, tls_key {settings.tls_key}: {error}") from error
+    return context
 
 
 def load_model(settings: Settings) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -63,18 +64,26 @@ def make_runner(gateway: Gateway) -> web.AppRunner:
     )
 
 
-async def listen(runner: web.AppRunner, host: str, port: int, fd: int | None = None) -> str:
+async def listen(
+    runner: web.AppRunner,
+    host: str,
+    port: int,
+    *,
+    fd: int | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> str:
     """Opens the port, or takes `fd`, a socket that listens; returns the address under which it is reached.
 
     Raises OSError when the port is taken, or `fd` is no socket.
     """
     await runner.setup()
     if fd is not None:
-        await web.SockSite(runner, socket.socket(fileno=fd)).start()
+        await web.SockSite(runner, socket.socket(fileno=fd), ssl_context=tls).start()
     else:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
     name, number = runner.addresses[0][:2]
-    return f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{name}]:{number}" if ":" in name else f"{scheme}://{name}:{number}"
 
 
 async def stop_listening(runner: web.AppRunner) -> None:

@@ -65,7 +65,7 @@ class Up:
 
     @property
     def address(self) -> str:
-        match = re.search(r"ready at (http://\S+)", self.said)
+        match = re.search(r"ready at (https?://\S+)", self.said)
         assert match, self.said
         return match[1]
 

@@ -39,10 +39,13 @@ def test_each_setting_has_a_flag() -> None:
         "transfers": "tcp",
         "store_policy": "s3fifo",
         "store_tenant_share": "0.7",
+        "tls_cert": "/tmp/c",
+        "tls_key": "/tmp/k",
     }
     for name in ALL_FIELDS:
         text = texts.get(name, "7")
-        settings = parse(f"--{name.replace('_', '-')}", text)
+        pair = ("--tls-cert", "/tmp/c", "--tls-key", "/tmp/k") if name.startswith("tls_") else ()
+        settings = parse(f"--{name.replace('_', '-')}", text, *pair)
         assert str(getattr(settings, name)) in (text, f"{text}.0"), name
 
 

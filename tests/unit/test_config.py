@@ -44,11 +44,18 @@ class TestSources:
                 "store_mib": "9",
                 "store_ttl_s": "60.0",
                 "listen_fd": "3",
+                "tls_cert": "/c",
+                "tls_key": "/k",
             }.get(field.name, "http://c" if field.name == "otlp_endpoint" else str(value))
-            loaded = getattr(load({f"BATON_{field.name.upper()}": text}), field.name)
+            both = {"BATON_TLS_CERT": "/c", "BATON_TLS_KEY": "/k"} if field.name.startswith("tls_") else {}
+            loaded = getattr(load({**both, f"BATON_{field.name.upper()}": text}), field.name)
             if field.name not in ("state_dir", "cache_dir"):
                 assert type(loaded) is (type(value) if value is not None else type(loaded))
                 assert str(loaded) == text
+
+    def test_a_certificate_without_its_key_is_no_use(self) -> None:
+        with pytest.raises(ConfigError, match="give both"):
+            load({"BATON_TLS_CERT": "/c"})
 
     def test_empty_means_none_where_none_is_possible(self) -> None:
         settings = load({"BATON_THREADS": "", "BATON_SERVED_NAME": ""})
@@ -166,7 +173,7 @@ class TestInstanceIds:
 
 def test_transports_are_checked_by_name() -> None:
     assert load({}).transfers == "shm,tcp" and load({"BATON_TRANSFERS": "tcp"}).transfers == "tcp"
-    with pytest.raises(ConfigError, match=r"transfers='warp'.*'warp', only shm, tcp"):
+    with pytest.raises(ConfigError, match=r"transfers='warp'.*'warp', only shm, nixl, tcp"):
         load({"BATON_TRANSFERS": "warp"})
     with pytest.raises(ConfigError, match="transfer_port"):
         load({"BATON_TRANSFER_PORT": "70000"})
