@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from libs.service.release import release
     from services.cli.bench import add_bench
     from services.cli.cache import add_cache
     from services.cli.options import ALL_FIELDS, add_settings
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton", description="Serve a language model with prefill and decode on separate workers."
     )
-    parser.add_argument("--version", action="version", version=f"baton {_version()}")
+    parser.add_argument("--version", action="version", version=f"baton {release()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="start NATS, cache, prefill, decode and gateway on this machine")
@@ -217,13 +217,6 @@ def _count_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return count
-
-
-def _version() -> str:
-    try:
-        return version("baton")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _fail(error: Exception, status: int) -> int:

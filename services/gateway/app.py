@@ -13,9 +13,11 @@ import msgspec
 from aiohttp import web
 
 from libs.service.logs import get_logger
+from libs.service.release import release
 from libs.wire.errors import BatonError
 from services.gateway.access import OPEN_PATHS, Caller
 from services.gateway.answering import CHAT, COMPLETIONS, MESSAGES, Endpoint
+from services.gateway.api import openapi
 from services.gateway.api.errors import ApiError, from_failure, model_not_found, unexpected
 from services.gateway.api.messages import ModelInfo, ModelPage, error_body
 from services.gateway.api.responses import ModelCard, ModelList
@@ -50,6 +52,7 @@ def build_app(gateway: Gateway) -> web.Application:
     app.router.add_get("/health", routes.health)
     app.router.add_get("/ready", routes.ready)
     app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/openapi.json", routes.openapi)
     return app
 
 
@@ -151,6 +154,9 @@ class Routes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._gateway.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return _json(openapi.document(release(), self._gateway.served.name))
 
     def _card(self) -> ModelCard:
         served = self._gateway.served

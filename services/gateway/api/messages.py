@@ -45,7 +45,7 @@ class TextBlock(Body, frozen=True, kw_only=True):
     text: str
 
 
-class Message(Body, frozen=True, kw_only=True):
+class MessageAnswer(Body, frozen=True, kw_only=True):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -57,7 +57,7 @@ class Message(Body, frozen=True, kw_only=True):
 
 
 class MessageStart(Body, frozen=True, kw_only=True, tag="message_start", tag_field="type"):
-    message: Message
+    message: MessageAnswer
 
 
 class BlockStart(Body, frozen=True, kw_only=True, tag="content_block_start", tag_field="type"):
@@ -92,13 +92,13 @@ class MessageStop(Body, frozen=True, kw_only=True, tag="message_stop", tag_field
     pass
 
 
-class ErrorDetail(Body, frozen=True, kw_only=True):
+class AnthropicError(Body, frozen=True, kw_only=True):
     type: str
     message: str
 
 
 class ErrorEvent(Body, frozen=True, kw_only=True, tag="error", tag_field="type"):
-    error: ErrorDetail
+    error: AnthropicError
     request_id: str
 
 
@@ -158,8 +158,8 @@ class MessagesWriter:
         stop_reason: StopReason | None,
         stop_sequence: str | None,
         usage: MessagesUsage,
-    ) -> Message:
-        return Message(
+    ) -> MessageAnswer:
+        return MessageAnswer(
             id=f"msg_{self._heading.request_id}",
             model=self._heading.model,
             content=content,
@@ -176,7 +176,7 @@ def error_body(error: ApiError, request_id: str) -> bytes:
 
 def _error_event(error: ApiError, request_id: str) -> ErrorEvent:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return ErrorEvent(error=ErrorDetail(type=kind, message=error.message), request_id=request_id)
+    return ErrorEvent(error=AnthropicError(type=kind, message=error.message), request_id=request_id)
 
 
 def _event(body: Body) -> bytes:

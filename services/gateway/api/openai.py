@@ -8,11 +8,21 @@ nobody knows is ignored; `null` means absent. Hints that change no text (`user`,
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
-from pydantic_core.core_schema import ValidationInfo
+from pydantic_core.core_schema import CoreSchema, ValidationInfo, no_info_before_validator_function
 
 from libs.text.chat import normalise_content
 from libs.text.errors import TextError
@@ -26,15 +36,25 @@ MAX_TOKENS: Final = 2**31 - 1
 _NO_CONTENT: Final = object()
 
 
-def refuse(allowed: tuple[Any, ...], hint: str = "") -> BeforeValidator:
+@dataclass(frozen=True, slots=True)
+class refuse:
     """A field that is known but not served: only the values that mean "off" pass."""
 
-    def check(value: object) -> object:
-        if any(type(value) is type(one) and value == one for one in allowed):
-            return value
-        raise PydanticCustomError("unsupported", "this value is not supported{hint}", {"hint": hint})
+    allowed: tuple[Any, ...]
+    hint: str = ""
 
-    return BeforeValidator(check)
+    def _check(self, value: object) -> object:
+        if any(type(value) is type(one) and value == one for one in self.allowed):
+            return value
+        raise PydanticCustomError("unsupported", "this value is not supported{hint}", {"hint": self.hint})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self.allowed, None], "description": "not served"}
 
 
 def _stops(value: object) -> object:
