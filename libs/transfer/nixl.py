@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -180,6 +180,6 @@ TRANSPORT = Transport(SCHEME, export, connect, unreachable)
 
 
 def _expect(connection: socket.socket, word: bytes, deadline_s: float) -> None:
-    found: Any = frames.receive(connection, 1, deadline_s)
+    found = frames.receive(connection, 1, deadline_s)
     if found != word:
         raise TransferError(f"{found!r} where {word!r} was to come")

@@ -23,15 +23,18 @@ from libs.worker.pace import is_late, refuse_if_late
 log = get_logger()
 
 
-def check_time(host: Host, request: Generate | Prefill, waiting_tokens: int, other_s: float = 0.0) -> None:
-    """Raises RequestRefused if the prompt would come too late behind `waiting_tokens` of others and `other_s` more.
+def check_time(
+    host: Host, request: Generate | Prefill, waiting_tokens: int, ahead_s: float = 0.0, own_s: float = 0.0
+) -> None:
+    """Raises RequestRefused if the prompt would come too late behind `waiting_tokens` of others.
 
-    How much of it is cached is looked up only where that decides.
+    `ahead_s` and `own_s` come on top, for other work. How much of it is cached is looked up only where that decides.
     """
-    needed_s = other_s + host.pace.prompt_s(waiting_tokens + len(request.prompt))
-    if is_late(needed_s, request.deadline_ns):
-        needed_s = other_s + host.pace.prompt_s(waiting_tokens + _uncached_tokens(host, request))
-        refuse_if_late(host.identity.worker_id, needed_s, request.deadline_ns)
+    pace, deadline_ns = host.pace, request.deadline_ns
+    ahead_s += pace.prompt_s(waiting_tokens)
+    if is_late(ahead_s, own_s + pace.prompt_s(len(request.prompt)), deadline_ns):
+        own_s += pace.prompt_s(_uncached_tokens(host, request))
+        refuse_if_late(host.identity.worker_id, ahead_s, own_s, deadline_ns)
 
 
 def _uncached_tokens(host: Host, request: Generate | Prefill) -> int:

@@ -64,22 +64,29 @@ class Pace:
         rate = self._prompt_tokens_per_s.value
         return num_tokens / rate if rate else 0.0
 
-    def answer_s(self, num_ahead: int, max_tokens: int) -> float:
-        """To write an answer of at most `max_tokens`, with `num_ahead` others here. Answers end as others did."""
-        usual = self._answer_tokens.value or float(max_tokens)
-        rounds_before = max(0, num_ahead + 1 - self._max_rows) / self._max_rows
-        return (rounds_before * usual + min(usual, max_tokens)) * self._step_s.value
+    def turn_s(self, num_ahead: int) -> float:
+        """Until a new answer has a place in the step, with `num_ahead` others here. Answers end as others did."""
+        rounds = max(0, num_ahead + 1 - self._max_rows) / self._max_rows
+        return rounds * self._answer_tokens.value * self._step_s.value
+
+    def answer_s(self, max_tokens: int) -> float:
+        """To write an answer of at most `max_tokens`, once it has its place."""
+        return min(self._answer_tokens.value or max_tokens, max_tokens) * self._step_s.value
 
 
-def is_late(needed_s: float, deadline_ns: int) -> bool:
-    return needed_s > _allowed_s(deadline_ns)
+def is_late(ahead_s: float, own_s: float, deadline_ns: int) -> bool:
+    """Whether a request that needs `own_s` comes too late behind what takes `ahead_s`.
+
+    With nothing ahead it never does: refusing it would make nothing better, and the estimate may be wrong.
+    """
+    return ahead_s > 0 and ahead_s + own_s > _allowed_s(deadline_ns)
 
 
-def refuse_if_late(worker_id: str, needed_s: float, deadline_ns: int) -> None:
-    """Raises RequestRefused (OVERLOADED) if `needed_s` is more than `SHARE` of what is left until the deadline."""
-    if not is_late(needed_s, deadline_ns):
+def refuse_if_late(worker_id: str, ahead_s: float, own_s: float, deadline_ns: int) -> None:
+    """Raises RequestRefused (OVERLOADED) for a request that `is_late`."""
+    if not is_late(ahead_s, own_s, deadline_ns):
         return
-    allowed_s = _allowed_s(deadline_ns)
+    needed_s, allowed_s = ahead_s + own_s, _allowed_s(deadline_ns)
     message = (
         f"{worker_id} would need {needed_s:.1f} s with all that it has to do already; "
         f"the deadline leaves it {allowed_s:.1f} s"
@@ -88,4 +95,5 @@ def refuse_if_late(worker_id: str, needed_s: float, deadline_ns: int) -> None:
 
 
 def _allowed_s(deadline_ns: int) -> float:
+    """The share of what is left."""
     return max(0.0, SHARE * (deadline_ns - time.time_ns()) / 1e9)

@@ -97,13 +97,13 @@ class DecodeWorker:
     def _check_time(self, request: Generate) -> None:
         """Raises RequestRefused if the answer would come too late. A prefill worker judges its own part."""
         host = self._host
-        answer_s = host.pace.answer_s(len(self._jobs), request.limits.max_tokens)
+        turn_s, answer_s = host.pace.turn_s(len(self._jobs)), host.pace.answer_s(request.limits.max_tokens)
         if request.remote_prefill:
-            refuse_if_late(host.identity.worker_id, answer_s, request.deadline_ns)
+            refuse_if_late(host.identity.worker_id, turn_s, answer_s, request.deadline_ns)
             return
         own = (job for job in self._jobs.values() if not job.request.remote_prefill)
         waiting = sum(max(0, job.seq.num_prompt_tokens - job.seq.num_computed) for job in own)
-        check_time(host, request, waiting, answer_s)
+        check_time(host, request, waiting, turn_s, answer_s)
 
     def _job(self, request: Generate, context: Context) -> Job:
         card = self._host.card

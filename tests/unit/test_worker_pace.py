@@ -35,7 +35,7 @@ def deadline_ns(seconds: float) -> int:
 def test_nothing_is_expected_before_the_first_step() -> None:
     pace = Pace(max_rows=4)
     pace.step([])
-    assert (pace.prompt_s(10_000), pace.answer_s(100, 1000)) == (0.0, 0.0)
+    assert (pace.prompt_s(10_000), pace.turn_s(100), pace.answer_s(1000)) == (0.0, 0.0, 0.0)
 
 
 def test_prompts_take_as_long_as_their_tokens_at_the_usual_rate() -> None:
@@ -52,24 +52,23 @@ def test_steps_that_write_answers_say_nothing_of_prompts_nor_the_other_way_round
     pace.step([event(1, 0.01), event(1, 0.01)])
     pace.step([event(1, 0.5), event(14, 0.5)])  # a little of both
     assert pace.prompt_s(500) == 0.0
-    assert pace.answer_s(0, 100) == pytest.approx(1.0)
+    assert pace.answer_s(100) == pytest.approx(1.0)
 
 
 def test_an_answer_waits_for_a_place_in_the_step() -> None:
     pace = Pace(max_rows=4)
     pace.step([event(1, 0.01, generated=50, ended=True)])
-    alone = pace.answer_s(0, 10)
-    assert alone == pytest.approx(0.1)
-    assert pace.answer_s(3, 10) == alone, "there is a place"
-    assert pace.answer_s(11, 10) == pytest.approx(0.1 + 2 * 50 * 0.01), "eight before it, four at a time"
-    assert pace.answer_s(0, 1000) == pytest.approx(0.5), "answers end as others did"
+    assert pace.answer_s(10) == pytest.approx(0.1)
+    assert pace.answer_s(1000) == pytest.approx(0.5), "answers end as others did"
+    assert pace.turn_s(3) == 0.0, "there is a place"
+    assert pace.turn_s(11) == pytest.approx(2 * 50 * 0.01), "eight before it, four at a time"
 
 
 def test_a_request_is_refused_once_its_share_of_the_time_is_not_enough() -> None:
-    refuse_if_late("w", 0.0, deadline_ns(-5))
-    refuse_if_late("w", 10 * SHARE - 0.1, deadline_ns(10))
-    assert is_late(10 * SHARE + 0.1, deadline_ns(10))
+    refuse_if_late("w", 0.0, 1000.0, deadline_ns(10))  # with nothing ahead
+    refuse_if_late("w", 1.0, 10 * SHARE - 1.1, deadline_ns(10))
+    assert is_late(1.0, 10 * SHARE - 0.9, deadline_ns(10))
     with pytest.raises(RequestRefused, match=r"w would need 7\.0 s .* leaves it 5\.0 s") as refused:
-        refuse_if_late("w", 7.0, deadline_ns(10.0))
+        refuse_if_late("w", 6.0, 1.0, deadline_ns(10.0))
     assert (refused.value.code, refused.value.retryable) == (Code.OVERLOADED, True)
     assert refused.value.retry_after_s == pytest.approx(2.0, abs=0.1)
